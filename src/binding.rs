@@ -1,17 +1,16 @@
-//! Upper-layer bindings: which opaque items of which procedures may be placed directly, and how long
-//! replies get.
+//! Upper-layer bindings: which opaque items of which procedures may be placed directly, and how long replies can get.
 //!
 //! Owns the registry of bindings and [`Walk`], the one vocabulary in which all of them are written: those
 //! built in (`nfs`, `nfs4`), those of text files (`text`), those of C programs. A binding is a function
 //! over the encoded message and not a table of offsets, because a COMPOUND or an arm of a union can be
-//! described no other way. Leaves to `connection` what is then done: which of the eligible items become
-//! chunks, and what happens to a message that breaks the rules.
+//! described no other way. Leaves to `connection` what is then done: which of the eligible items become chunks, and what happens
+//! to a message that breaks the rules.
 //!
 //! A message is the concatenation of its pieces, position 0 being the XID: no transport header.
 //!
 //! # Invariants
 //! - What no binding names is not eligible.
-//! - A walk ends where the bytes end. It believes no count: whoever loops consumes bytes in each round.
+//! - A walk ends where the bytes end. It trusts no count: every loop consumes bytes in each round.
 //! - A walk over the beginning of a message finds the items that a walk over all of it finds there.
 //!
 //! Read first: RFC 8166 §6 and §4.3.2, RFC 8267.
@@ -44,7 +43,7 @@ pub struct Head {
     pub program: u32,
     pub version: u32,
     pub procedure: u32,
-    /// Where the arguments begin: behind the verifier.
+    /// Where the arguments begin: after the verifier.
     pub arguments: usize,
     /// RPCSEC_GSS wraps the arguments (integrity, privacy) or the Call is one of its own (not RPCSEC_GSS_DATA):
     /// nothing may be reduced, in the Call or in its reply.
@@ -52,14 +51,14 @@ pub struct Head {
 }
 
 impl Head {
-    /// Of a whole Call or of any part of it that reaches to the arguments. `None`: no Call of RPC version
-    /// 2, too short, or with more than the 400 bytes of credential or verifier that RFC 5531 §8.2 allows.
+    /// The head of a whole Call, or of any part of it that reaches to the arguments. `None`: not a Call of RPC version 2, too
+    /// short, or with more than the 400 bytes of credential or verifier that RFC 5531 §8.2 allows.
     pub fn of(call: &[&[u8]]) -> Option<Head> {
         Head::walk(&mut Walk::new(call)).ok()
     }
 
-    /// Program, version, procedure, and flavour of the credential, which lie in the same place in every Call: most need no
-    /// more. `None` for what is no Call of RPC version 2, or does not begin with all of this in its first piece.
+    /// Program, version, procedure, and flavour of the credential, which lie in the same place in every Call: for most Calls no
+    /// more is needed. `None` for what is not a Call of RPC version 2, or does not have all of this in its first piece.
     pub fn names(first: &[u8]) -> Option<[u32; 4]> {
         let words = first.first_chunk::<28>()?;
         let word = |n: usize| {
@@ -82,7 +81,7 @@ impl Head {
     }
 }
 
-/// Walks over the body of a credential; whether it says that the arguments are wrapped (RFC 2203 §5).
+/// Walks over the body of a credential. Returns whether it says that the arguments are wrapped (RFC 2203 §5).
 fn credential_wraps(walk: &mut Walk<'_>, flavor: u32) -> Result<bool, Stop> {
     const VERSION_1: u32 = 1;
     const DATA: u32 = 0;
@@ -92,7 +91,7 @@ fn credential_wraps(walk: &mut Walk<'_>, flavor: u32) -> Result<bool, Stop> {
     }
     let mut body = walk.clone();
     authenticator(walk)?;
-    // What is in the body is read only as far as it reaches: a shorter one is no plain RPCSEC_GSS credential.
+    // The body is read only as far as it reaches: a shorter one is not a plain RPCSEC_GSS credential.
     let length = body.word()?;
     if length < 16 {
         return Ok(true);
@@ -113,7 +112,7 @@ fn authenticator(walk: &mut Walk<'_>) -> Walked {
 /// An eligible item in the unreduced stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Item {
-    /// Position of its first byte, behind its length word: a multiple of 4.
+    /// Position of its first byte, after its length word: a multiple of 4.
     pub position: usize,
     /// Bytes, without pad. Items of no bytes are listed too: in replies they count when chunks are matched.
     pub length: usize,
@@ -126,21 +125,20 @@ impl Item {
     }
 }
 
-/// What a Call's binding says of it.
+/// What a Call's binding says about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallShape {
     /// In stream order; the last one's bytes may not be there yet (a Call that is being encoded).
     pub items: Vec<Item>,
     /// Eligible results that the reply may hold, in their order: most bytes of each.
     pub results: Vec<usize>,
-    /// Most bytes of the results (behind the reply's header), unreduced, pads included. `None`: not bounded by
-    /// the arguments.
+    /// Most bytes of the results (after the reply's header), unreduced, pads included. `None`: not bounded by the arguments.
     pub max_results: Option<usize>,
     /// Whether the walk understood all of the arguments. If not, items may exist that are not listed.
     pub complete: bool,
 }
 
-/// What a binding says of a reply.
+/// What a binding says about a reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReplyShape {
     /// In stream order; the last one's bytes may not be there yet.
@@ -189,7 +187,7 @@ pub type Walker = Box<dyn Fn(&mut Walk<'_>) -> Walked + Send + Sync>;
 /// How a walk, or a step of it, ended.
 pub type Walked = Result<(), Stop>;
 
-/// Why nothing more is said of a message.
+/// Why nothing more is said about a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
     /// The bytes end here.
@@ -210,7 +208,7 @@ struct Procedure {
 }
 
 impl Binding {
-    /// Who said it.
+    /// Who gave it.
     pub fn origin(&self) -> Origin {
         self.0.origin
     }
@@ -225,7 +223,7 @@ impl Binding {
     pub fn call(&self, message: &[&[u8]]) -> CallShape {
         let mut walk = Walk::new(message);
         let walked = match Head::walk(&mut walk) {
-            // Only the arguments' walker says something, and of a wrapped Call there is nothing to say.
+            // Only the arguments' walker says something, and about a wrapped Call there is nothing to say.
             Ok(head) if head.wrapped => Ok(()),
             Ok(_) => (self.0.arguments)(&mut walk),
             Err(stop) => Err(stop),
@@ -235,22 +233,20 @@ impl Binding {
         CallShape { items: walk.items, results: walk.results, max_results, complete }
     }
 
-    /// What may be reduced in a reply, or in the part of it that exists so far; not for the reply to a Call
-    /// that is [wrapped](Head::wrapped), which looks no different. A reply without results has no items and
-    /// is complete.
+    /// What may be reduced in a reply, or in the part of it that exists so far. Not for the reply to a Call that is
+    /// [wrapped](Head::wrapped), which looks no different. A reply without results has no items and is complete.
     pub fn reply(&self, message: &[&[u8]]) -> ReplyShape {
         let mut walk = Walk::new(message);
         let complete = self.walk_reply(&mut walk).is_ok();
         ReplyShape { items: walk.items, complete }
     }
 
-    /// Matches the results of a reply that a responder reduced with the Write chunks of the Call. `chunks`
-    /// has for each of them `None` if the Call gave it no segments (an "empty" chunk), else the bytes that
-    /// the responder says it wrote.
+    /// Matches the results of a reduced reply with the Write chunks of the Call. `chunks` has `None` for each chunk to which the
+    /// Call gave no segments (an "empty" chunk); otherwise the bytes that the responder says it wrote.
     ///
     /// # Errors
-    /// `Peer` for a chunk with bytes that belongs to no eligible result or is of another length: the responder
-    /// reduced what is not eligible, or wrote what it does not say.
+    /// `Peer` for a chunk with bytes that belongs to no eligible result or has another length: the responder reduced what is not
+    /// eligible, or wrote other than it says.
     pub fn reduced(&self, message: &[&[u8]], chunks: &[Option<usize>]) -> Result<Reduced, Error> {
         let mut walk = Walk::new(message);
         walk.chunks =
@@ -294,12 +290,12 @@ impl Binding {
 
 /// All bindings of a process.
 ///
-/// There is no lock: calls look here, and one that another thread held at a fork(2) would be held for ever in the child. What
-/// is added is put behind what is there, in one of some chains, and what was said last of a procedure counts. Calls look at one
-/// chain: a program may add a binding for each of a thousand procedures.
+/// There is no lock: calls look here, and a lock that another thread held at a fork(2) would be held for ever in the child. A new
+/// binding is appended to one of several chains, and the last one given for a procedure counts. A call looks at one chain only: a
+/// program may add a binding for each of a thousand procedures.
 pub struct Registry {
     built_in: FxHashMap<Key, Binding>,
-    /// A bit for each program that has a binding; others may share it. Most calls are for a program without.
+    /// A bit for each program that has a binding; other programs may share it. Most calls are for a program without one.
     programs: AtomicU64,
     chains: [Chain; CHAINS],
 }
@@ -307,10 +303,10 @@ pub struct Registry {
 /// Program, version and procedure.
 type Key = (u32, u32, u32);
 
-/// What was said first of a procedure of this chain.
+/// The first entry of a chain.
 type Chain = OnceBox<Said>;
 
-/// What was said at one time of one procedure.
+/// A binding that was given for one procedure.
 struct Said {
     key: Key,
     binding: Binding,
@@ -322,7 +318,7 @@ const CHAINS: usize = 64;
 /// The bit of a program in [`Registry::programs`].
 #[inline]
 fn bit(program: u32) -> u64 {
-    // By the upper bits of a product: programs of one make differ in their lower ones.
+    // By the upper bits of a product: related programs differ in their lower bits.
     1 << (program.wrapping_mul(0x9e37_79b9) >> 26)
 }
 
@@ -330,7 +326,7 @@ fn said(chain: &Chain) -> impl Iterator<Item = &Said> {
     std::iter::successors(chain.get(), |said| said.next.get())
 }
 
-/// Program, version and procedure of the lines of a text that are understood.
+/// Program, version and procedure of each line of a text that is understood.
 pub fn procedures(text: &str) -> Vec<(u32, u32, u32)> {
     text::parse("", text).0.into_iter().map(|(key, _)| key).collect()
 }
@@ -367,7 +363,7 @@ impl Registry {
         &self.chains[FxBuildHasher.hash_one(key) as usize % CHAINS]
     }
 
-    /// Puts a binding behind the others, unless `refused` by what these say.
+    /// Appends a binding to the others, unless `refused` because of what these say.
     fn append(&self, key: Key, binding: Procedure, refused: impl Fn() -> Option<Error>) -> Result<(), Error> {
         self.programs.fetch_or(bit(key.0), AcqRel);
         let chain = self.chain(key);
@@ -385,7 +381,7 @@ impl Registry {
         }
     }
 
-    /// Whether a Call that begins with this has neither a binding nor a credential of RPCSEC_GSS: there is nothing to find
+    /// Whether a Call that begins with this has neither a binding nor a credential of RPCSEC_GSS: then there is nothing to find
     /// out about it.
     pub fn leaves_alone(&self, first: Option<&[u8]>) -> bool {
         first.and_then(Head::names).is_some_and(|[program, version, procedure, flavor]| {
@@ -399,9 +395,8 @@ impl Registry {
         self.built_in.keys().chain(added).any(|(one, other, _)| (*one, *other) == (program, version))
     }
 
-    /// Adds the procedures of a text in the form of rpcrdma-bindings(5); returns why the other lines are not
-    /// understood, each as "NAME:LINE:COLUMN: reason". Replaces what was said of a procedure before, by other texts or
-    /// the program.
+    /// Adds the procedures of a text in the form of rpcrdma-bindings(5); returns why the other lines are not understood, each as
+    /// "NAME:LINE:COLUMN: reason". Replaces earlier bindings of a procedure, whether from other texts or from the program.
     pub fn add_text(&self, name: &str, text: &str) -> Vec<String> {
         let (entries, errors) = text::parse(name, text);
         for (key, procedure) in entries {
@@ -411,7 +406,7 @@ impl Registry {
         errors
     }
 
-    /// Adds a procedure of the program's own; replaces what a text said of it.
+    /// Adds a procedure of the program's own; replaces what a text said about it.
     ///
     /// # Errors
     /// `Invalid` for a program whose binding is built in, and for a procedure that was added before.
@@ -452,13 +447,13 @@ fn reserved(program: u32) -> Option<&'static str> {
 pub struct Walk<'a> {
     /// What is left of the piece that the walk has come to.
     piece: &'a [u8],
-    /// The pieces behind it.
+    /// The pieces after it.
     rest: &'a [&'a [u8]],
     /// Bytes walked over: the position in the message as it is given.
     position: usize,
     items: Vec<Item>,
     results: Vec<usize>,
-    /// Most bytes of the results, as far as is known; `None`: nothing was said of them.
+    /// Most bytes of the results, as far as is known; `None`: nothing was said about them.
     most: Option<usize>,
     unbounded: bool,
     /// In a reduced reply, the chunks that its items are matched with.
@@ -522,8 +517,8 @@ impl<'a> Walk<'a> {
         self.skip(length)
     }
 
-    /// In arguments: the reply may hold an eligible result of at most `most` bytes. Says also that the
-    /// results have that many more, with length word and pad.
+    /// In arguments: the reply may hold an eligible result of at most `most` bytes. Also says that the results have that many
+    /// more bytes, plus length word and pad.
     pub fn result(&mut self, most: usize) {
         if self.results.len() < MAX_RESULTS {
             self.results.push(most);
@@ -554,14 +549,14 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// A counted opaque: its bytes without pad.
+    /// A counted opaque; returns its bytes without pad.
     fn counted(&mut self) -> Result<usize, Stop> {
         let length = self.word()? as usize;
         self.skip(length)?;
         Ok(length)
     }
 
-    /// A counted array; the number of its elements, each of which consumes bytes.
+    /// A counted array; returns the number of its elements, each of which consumes bytes.
     fn list(&mut self, element: fn(&mut Self) -> Walked) -> Result<usize, Stop> {
         let count = self.word()?;
         for _ in 0..count {
@@ -597,7 +592,7 @@ impl<'a> Walk<'a> {
         Ok(bytes)
     }
 
-    /// Comes to a piece with bytes.
+    /// Moves on to a piece that has bytes.
     fn next_piece(&mut self) -> Walked {
         while self.piece.is_empty() {
             (self.piece, self.rest) = self.rest.split_first().ok_or(Stop::End)?;
@@ -632,12 +627,12 @@ impl Chunks<'_> {
     }
 }
 
-/// With the pad that makes whole words of it (RFC 4506 §3).
+/// `bytes`, and the pad that makes whole words of them (RFC 4506 §3).
 fn padded(bytes: usize) -> usize {
     bytes.checked_next_multiple_of(4).unwrap_or(usize::MAX)
 }
 
-/// Eligible items that one message is searched for: more than any peer sends, and few enough to be held.
+/// Most eligible items that are listed for one message: more than any peer sends, and few enough to be held.
 const MAX_ITEMS: usize = 1024;
 
 /// Eligible results that one Call announces; further ones come in the stream.
@@ -670,8 +665,8 @@ fn fixed(walk: &mut Walk<'_>, bytes: usize, results: usize) -> Walked {
     Ok(())
 }
 
-/// The pathname of a symbolic link. The protocols set no limit to it from version 3 on; PATH_MAX of the
-/// systems that we know, which resolve none that is longer.
+/// Most bytes of the pathname of a symbolic link. From version 3 on the protocols set no limit; this is PATH_MAX of the systems
+/// that we know, which resolve no longer one.
 const PATH: usize = 4096;
 
 #[cfg(test)]

@@ -11,29 +11,30 @@
 //! handles. Everything else a device must do comes out as [`Output::Post`], in the order in which it must be posted.
 //!
 //! # Both directions
-//! Either end is requester and responder (RFC 8167): the client of the forward direction, which opened the connection, is
-//! the responder of the reverse direction. The two have nothing in common but the Receives: XIDs, calls and credits are
-//! apart, and what a message belongs to is told by the RPC message in it. A server makes no call before `ask`, and a
-//! client has no Receives for calls before `grant`: nobody calls back who was not told that he may.
+//! Either end is both requester and responder (RFC 8167): the client of the forward direction, which opened the connection, is
+//! the responder of the reverse direction. The two directions share nothing but the Receives: each has XIDs, calls and credits of
+//! its own, and the RPC message inside tells which direction a message belongs to. A server makes no call before `ask`, and a
+//! client has no Receives for calls before `grant`: no end calls back without being told that it may.
 //!
 //! # Both versions
-//! A call is answered in the version that it came in. What our own calls are made in is agreed on first: `two`. The messages
-//! of both are taken in as one kind, [`Header`].
+//! A call is answered in the version that it came in. The version of our own calls is agreed on first: `two`. Messages of both
+//! versions are decoded into one type, [`Header`].
 //!
-//! # What it keeps
-//! - Credits (RFC 8166 §3.3.1): one before the first reply, then the grant. A call holds its credit until its reply or
-//!   an error; a one-way call, which has neither, until the reply to a later call shows that the responder is past it.
-//!   A responder that serves several requests at a time may still pull its chunks then: those stay exposed for a while.
-//! - A timed-out call becomes an orphan: the responder may still be at work on it, so its credit and its exposures
-//!   stay. A late RDMA finds live handles and the connection survives; the memory behind them is let go, where the device
-//!   can do so. When nothing but such calls is under way, [`Connection::starved`] says so.
-//! - Which items of a message are eligible for chunks of their own is asked of the `binding` of its procedure. What
-//!   a peer does with bindings that are not standardised is learned from its replies.
+//! # Rules
+//! - Credits (RFC 8166 §3.3.1): one before the first reply, then the grant. A call holds its credit until its reply or an error;
+//!   a one-way call, which has neither, until the reply to a later call shows that the responder is past it. A responder that
+//!   serves several requests at a time may still be pulling the chunks of the one-way call then, so they stay exposed for a
+//!   while.
+//! - A timed-out call becomes an orphan: the responder may still be at work on it, so its credit and its exposures stay. A late
+//!   RDMA operation finds live handles and the connection survives; the memory behind them is released where the device can do
+//!   that. When only such calls are under way, [`Connection::starved`] says so.
+//! - The `binding` of a procedure tells which items of its messages are eligible for chunks of their own. What a peer does with
+//!   nonstandard bindings is learned from its replies.
 //! - Once [`Output::Close`] is out, only [`Output::Done`] follows.
 //! - Requests are handed up in the order of their Sends, each only when all its Reads are done.
 //!
-//! `requester` and `responder` hold the two halves, `common` what both work with, `window` the credits of both directions,
-//! `life` the way from the agreement on a version to the end, `chunks` the plan of a message.
+//! `requester` and `responder` hold the two halves, `common` what both work with, `window` the credits of both directions, `life`
+//! the stages from the agreement on a version to the end, `chunks` the plan of a message.
 //!
 //! Read RFC 8166 §3.3 and §4.5 first.
 #![forbid(unsafe_code)]
@@ -98,40 +99,40 @@ pub struct Settings {
     pub receive: usize,
     /// Largest Receives that a peer may ask for, in bytes.
     pub receive_max: usize,
-    /// Where the XIDs of messages begin that are of no RPC: anywhere.
+    /// Where the XIDs of messages without an RPC message begin: anywhere.
     pub first_xid: u32,
     /// Largest Call that we pull from a requester, in bytes, and most bytes of pulled Calls that wait to be handed up.
     pub max_call: usize,
     /// Calls may have more chunks than RFC 8267 §4.3 asks a server to accept. See [`chunks::Limits::many`].
     pub many_chunks: bool,
-    /// Every handle of ours may be invalidated by the peer, as we have told it (RFC 8797 §4.1, XCHAR_RQREMINV).
+    /// The peer may invalidate every handle of ours, as we have told it (RFC 8797 §4.1, XCHAR_RQREMINV).
     pub remote_invalidation: bool,
 }
 
 /// Most bytes of an RPC reply before its results: six words, and a verifier of at most 400 bytes (RFC 5531 §9).
 pub const RPC_HEADER_MAX: usize = 24 + 400 + 4;
 
-/// Exposing memory while a plan is made: the part of [`QueuePair`] that the engine calls itself.
+/// The part of [`QueuePair`] that the engine calls itself, to expose memory while it plans a message.
 pub trait Registrar {
     /// See [`QueuePair::expose_source`].
     ///
     /// # Errors
-    /// As there.
+    /// The same as there.
     fn expose_source(&mut self, region: Region) -> Result<Segment, Error>;
     /// See [`QueuePair::expose_sink`].
     ///
     /// # Errors
-    /// As there.
+    /// The same as there.
     fn expose_sink(&mut self, sink: Sink) -> Result<Segment, Error>;
     /// See [`QueuePair::invalidate`].
     ///
     /// # Errors
-    /// As there.
+    /// The same as there.
     fn invalidate(&mut self, handle: Handle) -> Result<(), Error>;
     /// See [`QueuePair::detach`].
     ///
     /// # Errors
-    /// As there.
+    /// The same as there.
     fn detach(&mut self, handle: Handle) -> Result<(), Error>;
     /// See [`QueuePair::was_read`].
     fn was_read(&self, handle: Handle) -> Option<bool>;
@@ -190,10 +191,10 @@ impl<T: QueuePair + ?Sized> Registrar for T {
     }
 }
 
-/// What the driver must do or tell.
+/// What the driver must do or report.
 #[derive(Debug)]
 pub enum Output {
-    /// Post one more Receive of so many bytes.
+    /// Post one more Receive of this many bytes.
     Receive(usize),
     /// Post this.
     Post(WorkRequest),
@@ -213,9 +214,9 @@ pub enum Output {
 pub enum Expect {
     /// A reply.
     Reply {
-        /// Most bytes of it, from the XID on, where no binding says more exactly.
+        /// Its maximum length in bytes, from the XID on, where no binding gives a more exact bound.
         max: usize,
-        /// Memory for eligible results, in their order; one that is too short is not used.
+        /// Memory for eligible results, in their order. A place that is too short is not used.
         places: Vec<Sink>,
     },
     /// Nothing: done when it is sent (batching).
@@ -228,18 +229,18 @@ pub enum Started {
     Sent(Regions),
     /// It has ended, as the output says.
     Failed,
-    /// Nothing: it is for [`Connection::call`].
+    /// Nothing: pass it to [`Connection::call`].
     Not(Message),
 }
 
 /// What [`Connection::answer`] has made of a reply.
 pub enum Answered {
-    /// It is answered: a Receive of so many bytes is to be posted, and then this Send, which invalidates a handle of the peer.
+    /// It is answered: post a Receive of `receive` bytes, then this Send, which invalidates that handle of the peer, if any.
     #[allow(missing_docs)]
     Sent { gather: Regions, receive: usize, invalidate: Option<Handle> },
-    /// It cannot be, as the output says too.
+    /// It cannot be answered, as the output says too.
     Failed(Error),
-    /// Nothing: it is for [`Connection::reply`].
+    /// Nothing: pass it to [`Connection::reply`].
     Not(Message),
 }
 
@@ -248,27 +249,27 @@ pub enum Answered {
 pub enum Taken {
     /// A request is ready.
     Call,
-    /// A call has ended: with the RPC reply, from its XID on. A Receive of so many bytes is to be posted.
+    /// A call has ended: with the RPC reply, from its XID on. Post a Receive of `receive` bytes.
     #[allow(missing_docs)]
     Reply { xid: Xid, reply: Region, receive: usize },
-    /// Nothing: it is for [`Connection::handle_message`].
+    /// Nothing: pass it to [`Connection::handle_message`].
     Not(Region),
 }
 
-/// See the module's first page.
+/// See the module's documentation.
 pub struct Connection {
     common: Common,
     requester: Requester,
     responder: Responder,
-    /// XID of the latest message that was of no RPC.
+    /// XID of the latest message without an RPC message.
     next_xid: u32,
 }
 
-/// Receives beyond the credits: for stray messages, such as the reply to a one-way call that gave its credit back.
+/// Receives beyond the credits: for stray messages, such as the reply to a one-way call whose credit was given back.
 pub const RECEIVE_MARGIN: u32 = 8;
 
-/// Further Receives for Version Two, whose messages of extensions no credit counts. Of the peer: one without a reply and a
-/// REQ_XCHAR; for a REQ_XCHAR of ours the RESP_XCHAR and an UPD_XCHAR for each characteristic; an error.
+/// Further Receives for Version Two, whose extension messages no credit counts. From the peer: one without a reply and a
+/// REQ_XCHAR; in answer to a REQ_XCHAR of ours, the RESP_XCHAR and an UPD_XCHAR for each characteristic; an error.
 const OPTIONAL_MARGIN: u32 = 8;
 
 /// Receives beyond the credits.
@@ -286,7 +287,7 @@ impl Connection {
         bindings: Arc<Registry>,
     ) -> Connection {
         let one = VersionOne::new(&settings, &peer);
-        // The draft of Version Two, section 2.3: every receiver takes 4096 bytes, and more if it has said so otherwise.
+        // The draft of Version Two, section 2.3: every receiver takes 4096 bytes, and more if it has said so by other means.
         let two = |one: usize, backward| Endpoint {
             receive_size: one.max(v2::INLINE_DEFAULT),
             remote_invalidation: false,
@@ -324,25 +325,25 @@ impl Connection {
         connection.responder.replenish(&mut connection.common);
         if two_is_possible && role == Role::Client {
             // The draft of Version Two, section 5: the first message has at most 1024 bytes, and is the only one until it is
-            // answered. An INIT_XCHAR has no reply, but proves as much: whoever knows it answers with its own, and
-            // others refuse it in a way that tells which versions they speak.
+            // answered. An INIT_XCHAR has no reply, but serves the purpose: a peer that knows it answers with its own, and any
+            // other refuses it in a way that tells which versions it speaks.
             let xid = connection.fresh_xid();
             connection.send_note(Note::Init, xid);
         }
         connection
     }
 
-    /// Asks for so many credits with every call from now on; returns how many it will be, for the device's Receives bound
-    /// both directions together, and each leaves one to the other. A server makes calls from its first `ask` on.
+    /// Asks for `credits` credits with every call from now on. Returns how many it will be: the device's Receives bound both
+    /// directions together, and each direction leaves one to the other. A server makes calls from its first `ask` on.
     pub fn ask(&mut self, credits: u32, registrar: &mut (impl Registrar + ?Sized)) -> u32 {
         let credits = self.common.window.ask(credits);
         self.responder.replenish(&mut self.common);
-        // Nothing else may come that has those go out that wait for a credit.
+        // There may be no later event that would transmit the calls that wait for a credit.
         self.requester.transmit_waiting(&mut self.common, registrar);
         credits
     }
 
-    /// Grants so many credits with every reply from now on; returns how many, as `ask` does. A client serves from its first
+    /// Grants `credits` credits with every reply from now on. Returns how many, as `ask` does. A client serves from its first
     /// `grant` on.
     pub fn grant(&mut self, credits: u32) -> u32 {
         let credits = self.common.window.grant(credits);
@@ -370,7 +371,7 @@ impl Connection {
         self.common.output.pop_front()
     }
 
-    /// Inline thresholds in bytes: of our Sends, of the peer's Sends. Of the first message, until a version is agreed.
+    /// Inline thresholds in bytes: of our Sends and of the peer's. Until a version is agreed, those of the first message.
     pub fn thresholds(&self) -> (usize, usize) {
         self.common.thresholds()
     }
@@ -380,12 +381,12 @@ impl Connection {
         self.common.version()
     }
 
-    /// What the peer is like: as it has said, or what Version One tells of it.
+    /// What the peer is like: as it has said itself, or as Version One tells.
     pub fn peer(&self) -> Endpoint {
         self.common.peer()
     }
 
-    /// Largest RPC message that goes and comes without chunks, in bytes.
+    /// Largest RPC messages that can be sent and received without chunks, in bytes.
     pub fn largest_short(&self) -> (usize, usize) {
         let (send, receive) = self.thresholds();
         let header = chunks::header_min(self.version().unwrap_or(v2::VERSION));
@@ -429,7 +430,7 @@ impl Connection {
         self.responder.working()
     }
 
-    /// Bytes that the peer has moved from and to memory that calls of ours named, as far as its replies tell.
+    /// Bytes that the peer has moved from and to memory that our calls named, as far as its replies tell.
     pub fn placed(&self) -> u64 {
         self.requester.placed()
     }
@@ -439,18 +440,18 @@ impl Connection {
         self.common.window.is_told()
     }
 
-    /// Whether nothing of our own calls is under way.
+    /// Whether none of our own calls is under way.
     pub fn is_idle(&self) -> bool {
         self.requester.is_idle()
     }
 
-    /// Whether somebody waits for what the peer has yet to send: a reply, a credit, or what it says to a request of the
+    /// Whether anyone waits for something that the peer has yet to send: a reply, a credit, or its answer to a request of the
     /// extension.
     pub fn is_awaiting(&self) -> bool {
         self.requester.is_awaiting() || self.common.characteristics.is_asking()
     }
 
-    /// Whether calls wait for a credit that only a new connection brings.
+    /// Whether calls wait for a credit that only a new connection can bring.
     pub fn holds_back(&self) -> bool {
         self.starved() && self.requester.has_waiting()
     }
@@ -462,7 +463,7 @@ impl Connection {
 
     /// Whether calls that nobody waits for hold every credit: only a new connection helps.
     ///
-    /// Not while a call that somebody waits for is under way, as after a smaller grant: its reply may help.
+    /// False while a call that somebody waits for is under way, as after a smaller grant: its reply may help.
     pub fn starved(&self) -> bool {
         self.common.window.starved()
     }
@@ -472,12 +473,12 @@ impl Connection {
         self.requester.knows(xid) || self.common.characteristics.holds(xid)
     }
 
-    /// Takes the calls back that wait for a credit: for another connection.
+    /// Takes back the calls that wait for a credit, for another connection.
     pub fn take_waiting(&mut self) -> Vec<(Xid, Message, Expect)> {
         self.requester.take_waiting()
     }
 
-    /// Why a call waits for room, if it does and has a credit.
+    /// Why a call that has a credit waits for room, if it does.
     pub fn lacks_room(&self, xid: Xid) -> Option<String> {
         self.requester.lacks_room(xid, &self.common)
     }
@@ -512,8 +513,8 @@ impl Connection {
         }
     }
 
-    /// Starts a call that needs no plan, but for a Reply chunk, and goes at once, as nearly every short one does: what `call`
-    /// would have posted is for the caller to post.
+    /// Starts a call that needs no plan except for a Reply chunk and can go at once, as nearly every short call can. The caller
+    /// must post what `call` would have posted.
     pub fn start(
         &mut self,
         xid: Xid,
@@ -524,9 +525,9 @@ impl Connection {
         self.requester.start(xid, message, expect, &mut self.common, registrar)
     }
 
-    /// Nobody waits for the call any more: it is forgotten if it was not sent, else it becomes an orphan. No memory of
-    /// the program is held when this returns and its output is drained; nor is memory for the reply, where the device can
-    /// throw away what the peer still writes.
+    /// Nobody waits for the call any more: it is forgotten if it was not sent, or else becomes an orphan. Once this has returned
+    /// and its output is drained, no memory of the program is held, nor is memory for the reply where the device can discard what
+    /// the peer still writes.
     pub fn abandon(&mut self, xid: Xid, registrar: &mut (impl Registrar + ?Sized)) {
         self.requester.abandon(xid, &mut self.common, registrar);
     }
@@ -544,7 +545,7 @@ impl Connection {
         self.responder.requests_queued()
     }
 
-    /// The oldest request, when all of it is here.
+    /// The oldest request, once all of it has arrived.
     pub fn poll_request(&mut self) -> Option<Request> {
         self.responder.poll_request(&mut self.common)
     }
@@ -554,24 +555,24 @@ impl Connection {
         self.responder.pulling()
     }
 
-    /// From now on Reads of each Call begin when `pull` says so, after [`Connection::asks`].
+    /// From now on the Reads of each Call begin when `pull` says so, after [`Connection::asks`].
     pub fn pull_in_turn(&mut self) {
         self.responder.pull_in_turn();
     }
 
-    /// Bytes of the Call whose Reads wait for `pull`, and for nothing else; 0: there is none.
+    /// Bytes of the Call whose Reads wait for `pull`, and for nothing else; 0 if there is none.
     #[inline]
     pub fn asks(&self) -> usize {
         self.responder.asks()
     }
 
-    /// Its Reads begin. The pass lives as long as its memory.
+    /// Begins the Reads of that Call. The pass lives as long as the Call's memory.
     pub fn pull(&mut self, pass: Pass) {
         self.responder.pull(pass, &mut self.common);
     }
 
-    /// Starts no Reads of further Calls from now on, or starts them again: a peer that does not take replies gets no memory for
-    /// more.
+    /// Stops starting Reads of further Calls, or starts them again: a peer that does not take replies gets no memory for more
+    /// Calls.
     pub fn hold(&mut self, held: bool) {
         self.responder.hold(held, &mut self.common);
     }
@@ -594,11 +595,11 @@ impl Connection {
         }
     }
 
-    /// Answers a request with a reply that lies in the outbox, from where the requester takes it by itself. It is given back
-    /// where it is for [`Connection::reply`].
+    /// Answers a request with a reply in the outbox, from which the requester fetches it. Returns the message where it must go
+    /// through [`Connection::reply`] instead.
     ///
     /// # Errors
-    /// As there.
+    /// The same as there.
     pub fn reply_shown(
         &mut self,
         id: RequestId,
@@ -608,8 +609,8 @@ impl Connection {
         self.responder.reply_shown(id, message, &mut self.common, registrar)
     }
 
-    /// Answers a request with a reply that needs no plan, as nearly every short one does: what `reply` would have posted is for
-    /// the caller to post.
+    /// Answers a request with a reply that needs no plan, which is nearly every short one. The caller must post what `reply`
+    /// would have posted.
     pub fn answer(&mut self, id: RequestId, message: Message) -> Answered {
         self.responder.answer(id, message, &mut self.common)
     }
@@ -620,17 +621,17 @@ impl Connection {
         self.responder.defer(id, &mut self.common);
     }
 
-    /// So many deferred requests can be answered, whatever is handed up meanwhile.
+    /// Keeps up to `late` deferred requests answerable, whatever is handed up meanwhile.
     pub fn keep_deferred(&mut self, late: usize) {
         self.responder.keep_deferred(late);
     }
 
-    /// A forked process may answer requests too.
+    /// From now on a forked process may answer requests too.
     pub fn shares(&mut self) {
         self.responder.shares(&mut self.common);
     }
 
-    /// It has answered this one.
+    /// Another process has answered this request.
     pub fn answered_elsewhere(&mut self, id: RequestId) {
         self.responder.answered_elsewhere(id);
     }
@@ -640,12 +641,12 @@ impl Connection {
         self.responder.fate(id)
     }
 
-    /// Requests that were deferred and can be answered.
+    /// Deferred requests that can still be answered.
     pub fn deferred(&self) -> impl Iterator<Item = RequestId> {
         self.responder.deferred()
     }
 
-    /// Whether a request was handed up and neither answered nor deferred.
+    /// Whether a request has been handed up and is neither answered nor deferred.
     pub fn has_handed(&self) -> bool {
         self.responder.has_handed()
     }
@@ -662,7 +663,7 @@ impl Connection {
 
     // ----------------------------------------------------------------------------------------------------- both
 
-    /// Whether `resume` is to be tried again: calls, ours or the peer's, wait for memory that others hold.
+    /// Whether to try `resume` again: calls, ours or the peer's, wait for memory that others hold.
     pub fn waits(&self) -> bool {
         self.closed().is_none() && (self.requester.is_crowded() || self.responder.waits())
     }
@@ -672,7 +673,7 @@ impl Connection {
         self.responder.waits()
     }
 
-    /// Goes on with what had to wait for memory, if there is some now.
+    /// Continues what had to wait for memory, if there is some now.
     pub fn resume(&mut self, registrar: &mut (impl Registrar + ?Sized)) {
         if self.closed().is_none() {
             self.responder.start_pulls(&mut self.common);
@@ -680,9 +681,9 @@ impl Connection {
         }
     }
 
-    /// A Send of the peer has arrived: `message` is what the Receive holds. Nearly every one is a plain Call or reply of
-    /// Version One from which nothing else follows. For these this does what `handle_message` comes to, and tells what that is.
-    /// `invalidated` as there.
+    /// A Send of the peer has arrived: `message` is what the Receive holds. Nearly every one is a plain Call or reply of Version
+    /// One from which nothing else follows. With such a message this does what `handle_message` would do, and returns the result.
+    /// `invalidated` is as there.
     pub fn take_plain(
         &mut self,
         message: Region,
@@ -713,7 +714,7 @@ impl Connection {
         }
     }
 
-    /// The same, with all that follows among the output: what [`Self::take_plain`] and [`Self::handle_message`] do.
+    /// Does what [`Self::take_plain`] and [`Self::handle_message`] do, and puts all that follows into the output.
     #[cfg(any(test, feature = "fuzz"))]
     pub fn handle_receive(
         &mut self,
@@ -733,9 +734,9 @@ impl Connection {
         self.handle_message(message, invalidated, registrar);
     }
 
-    /// A Send of the peer has arrived that is not [taken](Self::take_plain).
+    /// A Send of the peer has arrived that [`Self::take_plain`] did not take.
     ///
-    /// `invalidated`: the handle of ours that came with it (Send with Invalidate).
+    /// `invalidated`: the handle of ours that it invalidated (Send with Invalidate).
     pub fn handle_message(
         &mut self,
         message: Region,
@@ -781,15 +782,15 @@ impl Connection {
             }
         }
         self.responder.replenish(&mut self.common);
-        // Before calls that may lead to calls back, which the peer is told here that it may make.
+        // Before the calls, which may lead to calls back: this tells the peer that it may make them.
         self.speak();
         self.requester.transmit_waiting(&mut self.common, registrar);
     }
 
-    /// Which way a message goes: as it says itself, or else by the context.
+    /// The direction of a message: as it says itself, or else by the context.
     fn direction(&self, header: &Header<'_>) -> Direction {
         header.direction.unwrap_or_else(|| {
-            // What says nothing of itself ends a call of ours, or is what the opener of a connection expects: a reply.
+            // A message that does not say is a reply if it ends a call of ours, or if this end opened the connection.
             if self.common.role == Role::Client || self.transmitted(header.xid) {
                 Direction::Reply
             } else {
@@ -802,7 +803,7 @@ impl Connection {
     pub fn handle_closed(&mut self, error: Error) {
         let Connection { common, requester, responder, .. } = self;
         if common.life.closed().is_none() && common.may_fall_back() {
-            // Nothing was sent yet but the offer, which this end of the connection may be the answer to.
+            // Nothing but the offer was sent yet, and closing the connection may be the peer's answer to it.
             responder.handle_closed();
             common.output.clear();
             return common.life.end(error);
@@ -822,7 +823,7 @@ impl Connection {
     }
 }
 
-/// The XID with which an RPC message begins; its word may lie in several pieces.
+/// The XID with which an RPC message begins; its word may span several pieces.
 fn payload_xid(message: &[Region]) -> Option<Xid> {
     let mut bytes = message.iter().flat_map(|piece| piece.iter().copied());
     let word = [bytes.next()?, bytes.next()?, bytes.next()?, bytes.next()?];

@@ -1,5 +1,5 @@
-//! What the targets in `fuzz/` reach of the modules that nobody outside this crate sees. With the feature `fuzz` only, which
-//! the C library is never built with: here is no contract, and nothing that is not a test's.
+//! What the targets in `fuzz/` use of the modules that nobody outside this crate sees. Only with the feature `fuzz`, with which
+//! the C library is never built: there is no contract here, and everything is for tests.
 
 pub use crate::connection::{Connection, Expect, Output, Registrar, Request, RequestId, Role, Settings};
 pub use crate::error::{Error, Kind};
@@ -16,7 +16,7 @@ use std::path::Path;
 
 use crate::config::Config;
 
-/// The settings that an environment and the text of a file make, and what is wrong with the others.
+/// The settings that an environment and the text of a file give, and what is wrong with the others.
 pub fn settings(
     env: impl IntoIterator<Item = (OsString, OsString)>,
     file: Option<&str>,

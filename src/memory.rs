@@ -1,9 +1,9 @@
-//! Memory that a device reads and writes: who may touch it is a type.
+//! Memory that a device reads and writes: its type says who may touch it.
 //!
 //! Three types wrap one reference-counted block:
 //!
 //! - [`Buf`]: owned by the CPU, exclusive, `Deref<[u8]>`, can grow;
-//! - [`Sink`]: handed to a device, which writes it at any moment; its bytes cannot be reached;
+//! - [`Sink`]: handed to a device, which may write it at any moment; its bytes cannot be reached;
 //! - [`Region`]: frozen; the CPU and the device read it, nobody writes it.
 //!
 //! `Buf -> Sink` gives the memory to the device; `Sink -> Buf` is possible only for the last holder, so a
@@ -13,37 +13,37 @@
 //! A block comes from a [`Pool`] and goes back to it when its last holder is dropped, so no completion is needed
 //! to recycle a sent message. Blocks are anonymous mappings made with MAP_NORESERVE: untouched pages cost nothing.
 //!
-//! **Reply chunks** count as far as the peer has written into them: what is exposed and not written is address space only,
-//! so that calls to a server that hangs take no room of others. An adapter locks them and writes unseen; there they count
-//! whole. A call waits while [`AREAS_MAX`] bytes count in the process, unless nothing counts of its connection
-//! ([`Memory::has_room`]). This alone does not bound a server that fills what calls under way have exposed: it is cut off
-//! when it holds more than its share and the process far more than that limit ([`Memory::is_flooded`]).
+//! **Reply chunks** count only as far as the peer has written into them: what is exposed but not written is mere address space,
+//! so calls to a server that hangs take no room from others. An adapter locks them and writes unseen, so there they count whole.
+//! A call waits while [`AREAS_MAX`] bytes count in the process, unless nothing of its own connection counts
+//! ([`Memory::has_room`]). This alone does not bound a server that fills what calls under way have exposed: such a server is cut
+//! off when it holds more than its share and the process far more than that limit ([`Memory::is_flooded`]).
 //!
-//! **Pulled Calls** count as far as their bytes were asked for, an RDMA Read at a time: nobody can send more than that, and
-//! what a peer only announces is address space too. A quarter of the limit is for Calls up to 1 MiB, and half of the rest
-//! for one peer, so that neither long Calls nor one peer take all. The oldest Call of a connection may take the lead, when
-//! nobody has it, and go on beyond the limit: whole, it gives back what it holds ([`Memory::may_pull`]). Whose turn it is to be
-//! pulled is the driver's to say: its [`Pass`] goes with the block.
+//! **Pulled Calls** count as far as their bytes have been asked for, one RDMA Read at a time: nobody can send more than that, and
+//! what a peer only announces is mere address space too. A quarter of the limit is kept for Calls up to 1 MiB, and one peer may
+//! take half of the rest, so that neither long Calls nor one peer take everything. The oldest Call of a connection may take the
+//! lead when no other has it, and go on beyond the limit: once whole, it gives back what it holds ([`Memory::may_pull`]). The
+//! driver says whose turn it is to be pulled: its [`Pass`] goes with the block.
 //!
-//! **Receives** of a device that needs no memory beforehand get it when a message begins to arrive, and what is longer than
-//! a page counts as far as it has come ([`Memory::receive`]). While [`RECEIVES_MAX`] bytes count, a connection that holds more
-//! than its share serves what it has before it reads on ([`Memory::is_full`]); what can only wait is closed when the process
+//! **Receives** of a device that needs no memory beforehand get it when a message begins to arrive, and a message longer than a
+//! page counts as far as it has arrived ([`Memory::receive`]). While [`RECEIVES_MAX`] bytes count, a connection that holds more
+//! than its share serves what it has before it reads on ([`Memory::is_full`]); one that can only wait is closed when the process
 //! holds far more than that ([`Memory::is_flooded`]).
 //!
-//! Reply chunks remember which connection has written them: the next one gets them with zeros in place of what was
-//! written, so that no server can pass off another one's reply as its own, by claiming bytes that it has not written.
+//! Blocks for Reply chunks remember which connection has written them: the next connection gets them with zeros in place of what
+//! was written, so that no server can pass off another's reply as its own by claiming bytes that it has not written.
 //!
-//! A device that must know its memory beforehand gets it from [`Slabs`]: one mapping, cut into blocks of one length; and
-//! Reply chunks from [`Areas`].
+//! A device that must know its memory beforehand gets it from [`Slabs`], one mapping cut into blocks of one length, and Reply
+//! chunks from [`Areas`].
 //!
-//! Memory of the program takes the same forms for a time: [`Region::lend`] and [`Sink::lend`] wrap it, and a
-//! [`Loan`] tells when nobody names it any more. It never becomes a `Buf`, which could grow.
+//! Memory of the program takes the same forms for a while: [`Region::lend`] and [`Sink::lend`] wrap it, and a [`Loan`] tells when
+//! nobody refers to it any more. It never becomes a `Buf`, which could grow.
 //!
 //! # Invariants
 //! - A `Buf` is the only holder of its block, which is ours.
 //! - `start + len <= capacity` of the block, always.
 //! - While a block has a `Sink`, no slice of it exists.
-//! - A `Loan` never makes another holder of its block.
+//! - A `Loan` is never another holder of its block.
 #![allow(unsafe_code)]
 
 pub mod areas;
@@ -88,7 +88,7 @@ pub struct Memory {
     header: Arc<Pool>,
     message: Arc<Pool>,
     areas: Arc<Pool>,
-    /// Number of the connection, which nothing else has; 0: of none.
+    /// Unique number of the connection; 0: of none.
     writer: u64,
     /// Bytes of Reply chunks that count: of the process, and of the connection.
     exposed: Arc<Held>,
@@ -106,15 +106,15 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Pools for Receives of at most `receive` bytes and Reply chunks of `reply` bytes; at most `staging_max`
-    /// bytes of Calls are pulled at a time, and one Call that may always go on.
+    /// Pools for Receives of at most `receive` bytes and Reply chunks of `reply` bytes; at most `staging_max` bytes of Calls are
+    /// pulled at a time, plus one Call that may always go on.
     pub fn new(receive: usize, reply: usize, staging_max: usize) -> Arc<Memory> {
         let slab = |bytes: usize| Pool::new(bytes, bytes, (SLABS_WARM / bytes).clamp(1, SLABS_IDLE));
         let receives = slab(round_up(receive.max(1)));
         Arc::new(Memory {
             slabs: None,
             known_areas: None,
-            // A peer that takes none of its answers has us hold many: a page each, however long the Receives are.
+            // A peer that takes none of its answers makes us hold many headers: a page each, however long the Receives are.
             header: if receives.capacity == PAGE { receives.clone() } else { slab(PAGE) },
             slab: receives,
             message: Pool::new(MESSAGE, WARM, 8),
@@ -127,7 +127,7 @@ impl Memory {
             own_received: Arc::default(),
             staged: Arc::default(),
             peer: Arc::default(),
-            // For ever, as the process has one of these.
+            // Leaked, as the process has only one of these.
             peers: Box::leak(Box::new(fork::Lock::new())),
             staging_max,
         })
@@ -136,7 +136,7 @@ impl Memory {
     /// The same memory for connections with this peer, which together get a part of it.
     pub fn of_peer(&self, peer: Option<IpAddr>) -> Arc<Memory> {
         let Some(peer) = peer else { return Arc::new(Memory { peer: Arc::default(), ..self.clone() }) };
-        // Who has one IPv6 address has the other ones of its network too.
+        // A host that has one IPv6 address has the others of its network too.
         let key = match peer.to_canonical() {
             IpAddr::V6(address) => IpAddr::V6((u128::from(address) >> 64 << 64).into()),
             address => address,
@@ -164,7 +164,7 @@ impl Memory {
         Arc::new(Memory { slabs, known_areas, writer, own, longest, own_received, ..self.clone() })
     }
 
-    /// A block for one Receive: one that the device knows, if there is one left.
+    /// A block for one Receive: one that the device knows, if any is left.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -172,13 +172,13 @@ impl Memory {
         self.known().map_or_else(|| self.slab.take(), Ok)
     }
 
-    /// A block for a Receive of `bytes` bytes into which a message of at most `most` begins to arrive now: it may be shorter
-    /// than the Receive, though not than `most`.
+    /// A block for a Receive of `bytes` bytes, into which a message of at most `most` bytes is beginning to arrive. The block may
+    /// be shorter than the Receive, but not than `most`.
     ///
     /// # Errors
     /// `ENOMEM`.
     pub fn receive(&self, bytes: usize, most: usize) -> io::Result<Sink> {
-        // Most are short: credits bound their number well enough, and a page holds them.
+        // Most messages are short: credits bound their number well enough, and a page holds each.
         if most <= PAGE {
             return Ok(self.header.take()?.into_sink(bytes.min(PAGE)));
         }
@@ -188,7 +188,7 @@ impl Memory {
         Ok(buf.into_sink(bytes))
     }
 
-    /// A block for one header, or a message that is no more than that; it grows.
+    /// A block for one header, or for a message no longer than that; it grows.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -213,7 +213,7 @@ impl Memory {
         self.slabs.as_ref().and_then(Slabs::take)
     }
 
-    /// A block for `len` bytes of a Call that is pulled, which keeps `pass`. It counts nothing yet: see [`Memory::may_pull`].
+    /// A block for `len` bytes of a pulled Call; the block keeps `pass`. It counts as nothing yet: see [`Memory::may_pull`].
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -226,8 +226,8 @@ impl Memory {
         Ok(buf.into_sink(len))
     }
 
-    /// Whether `bytes` more may be asked for, that come into this block of `staging`; they count from then on, until the
-    /// block goes. `first`: no other Call keeps this one from being served when it is whole.
+    /// Whether `bytes` more bytes may be asked for, to arrive in this block of `staging`; they count from then on, until the
+    /// block is released. `first`: no other Call keeps this one from being served once it is whole.
     pub fn may_pull(&self, staging: &Sink, bytes: usize, first: bool) -> bool {
         let Some(charge) = staging.block.charge.as_ref().map(Charge::here) else { return true };
         if charge.leads.load(Relaxed) {
@@ -241,28 +241,28 @@ impl Memory {
             }
             self.staged.sub(bytes);
         }
-        // Calls of which a part is here could wait for one another for ever: one of them goes on, and what it takes beyond
-        // the limit takes no room of others.
+        // Partly received Calls could wait for one another for ever: so one of them goes on, and what it takes beyond the limit
+        // takes no room from others.
         let leads = first && !self.staged.here().led.swap(true, Relaxed);
         charge.leads.fetch_or(leads, Relaxed);
         leads
     }
 
-    /// Whether Calls of others may have to wait for what this peer's hold.
+    /// Whether Calls of others may have to wait for memory that this peer's Calls hold.
     pub fn is_crowded(&self) -> bool {
         let (most, of_peer) = self.pull_limits(false);
         self.staged.bytes().saturating_add(SHORT) > most || self.peer.bytes().saturating_add(SHORT) > of_peer
     }
 
-    /// Bytes of Calls that may be pulled in all, and of one peer, before a Call of this kind has to wait.
+    /// Bytes of Calls that may be pulled in all, and from one peer, before a Call of this kind has to wait.
     fn pull_limits(&self, short: bool) -> (usize, usize) {
         let reserve = self.staging_max / 4;
         let long = self.staging_max - reserve;
         if short { (self.staging_max, long / 2 + reserve / 2) } else { (long, long / 2) }
     }
 
-    /// Whether a call may expose `len` bytes of Reply chunks now; later it may, since others end. A connection of which
-    /// nothing counts may always: what a server holds up is at most its own, and one reply of any length finds room.
+    /// Whether a call may expose `len` bytes of Reply chunks now. If not, it may later, since other calls end. A connection of
+    /// which nothing counts always may: a server can hold up only its own calls, and one reply of any length finds room.
     pub fn has_room(&self, len: usize) -> bool {
         let counts = if self.slabs.is_some() { len } else { 1 };
         let lacks = self.known_areas.as_ref().is_some_and(|areas| areas.lacks(len));
@@ -280,7 +280,7 @@ impl Memory {
         format!("{bytes} {what}, and {AREAS_MAX} is the limit of a process")
     }
 
-    /// A Reply chunk of `len` bytes. Ask for room before.
+    /// A Reply chunk of `len` bytes. Ask [`Memory::has_room`] first.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -297,13 +297,13 @@ impl Memory {
         Ok(buf.into_sink(len))
     }
 
-    /// Whether the peer may write this memory although no handle of it is valid any more.
+    /// Whether the peer may write this memory even though no handle of it is valid any more.
     pub fn stays_open(&self, sink: &Sink) -> bool {
         self.known_areas.as_ref().is_some_and(|areas| areas.is_open(sink.address()))
     }
 
-    /// Whether the peer of this connection has written so much more than its calls have taken, or sent so much more than is
-    /// served, that the process cannot hold it: the connection is closed then. One reply alone is never too much.
+    /// Whether the peer of this connection has written so much more than our calls have taken, or sent so much more than has been
+    /// served, that the process cannot hold it. The connection is then closed. One reply alone is never too much.
     pub fn is_flooded(&self) -> bool {
         let replies =
             || self.exposed.bytes() > FLOOD && self.own.bytes() > FLOOD_SHARE.max(self.longest.load(Relaxed));
@@ -311,13 +311,13 @@ impl Memory {
             && (self.received.bytes() > FLOOD && self.own_received.bytes() > FLOOD_RECEIVES || replies())
     }
 
-    /// Whether pages are kept for long messages that may not come any more: see [`Memory::cool`].
+    /// Whether pages are kept for long messages that may no longer come: see [`Memory::cool`].
     #[inline]
     pub fn is_warm(&self) -> bool {
         self.pools().any(|pool| pool.keeps())
     }
 
-    /// Gives back pages of long messages, of which none has come for a while; when to ask again.
+    /// Gives back the pages of long messages if none has come for a while. Returns when to ask again.
     pub fn cool(&self) -> Option<Duration> {
         let now = stats::tick();
         self.pools().filter_map(|pool| pool.cool(now)).max()
@@ -335,19 +335,19 @@ impl Memory {
         )
     }
 
-    /// Whether Receives hold so much that a connection that has something to serve does that before it reads on.
+    /// Whether Receives hold so much that a connection with something to serve must serve it before it reads on.
     pub fn is_full(&self) -> bool {
         self.received.bytes() > RECEIVES_MAX && self.own_received.bytes() > RECEIVES_SHARE
     }
 }
 
-/// Bytes of one kind that blocks hold in this process: a forked child begins anew, for what its parent holds and gives back is
-/// not told to it.
+/// Bytes of one kind that blocks hold in this process. A forked child starts from zero, since it is not told what its parent
+/// holds and gives back.
 struct Held {
     bytes: AtomicUsize,
-    /// One of them goes on beyond the limit.
+    /// One of the blocks goes on beyond the limit.
     led: AtomicBool,
-    /// Which process that is.
+    /// The process for which this counts.
     generation: AtomicU64,
 }
 
@@ -359,7 +359,7 @@ impl Default for Held {
 }
 
 impl Held {
-    /// As it is in this process.
+    /// The count of this process.
     fn here(&self) -> &Held {
         let generation = fork::generation();
         if self.generation.load(Relaxed) != generation
@@ -382,7 +382,7 @@ impl Held {
     }
 
     fn sub(&self, bytes: usize) {
-        // Of two threads of a child that come first, one may have counted before the other one has begun anew.
+        // Of the first two threads of a child, one may have counted before the other has reset the count.
         let left = |held: usize| Some(held.saturating_sub(bytes));
         let _ = self.here().bytes.fetch_update(Relaxed, Relaxed, left);
     }
@@ -393,50 +393,50 @@ struct Charge {
     whole: Arc<Held>,
     part: Arc<Held>,
     bytes: AtomicUsize,
-    /// It counts what is written into the block, as far as the highest byte.
+    /// It counts what is written into the block, up to the highest byte.
     written: bool,
-    /// It is the one that goes on beyond the limit, and counts no more.
+    /// This block is the one that goes on beyond the limit, and counts no more.
     leads: AtomicBool,
-    /// The process in which it counts so much.
+    /// The process for which it counts `bytes`.
     generation: AtomicU64,
     /// Goes with the block.
     pass: Option<Pass>,
 }
 
-/// How far a Call is that is pulled.
+/// How far a pulled Call has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PassStage {
     /// It is under way.
     Coming,
-    /// All of it is here.
+    /// All of it has arrived.
     Here,
     /// It was handed to the program: to its routine, or to the threads that call it.
     Dispatched,
-    /// The program has what it wants of it, or its memory is free again.
+    /// The program has what it wants from it, or its memory is free again.
     Decoded,
 }
 
-/// Leave to pull a Call, and how far that is: a [`PassStage`].
+/// Permission to pull a Call, and how far that Call has come: a [`PassStage`].
 #[derive(Clone, Debug, Default)]
 pub struct Pass(Arc<AtomicU8>);
 
 impl Pass {
-    /// The Call is so far.
+    /// The Call has come to `stage`.
     pub fn reach(&self, stage: PassStage) {
         self.0.fetch_max(stage as u8, Relaxed);
     }
 
-    /// What its giver sees of it.
+    /// What the giver of the pass sees of it.
     pub fn given(&self) -> Given {
         Given(Arc::downgrade(&self.0))
     }
 }
 
-/// A [`Pass`] as who gave it has it.
+/// A [`Pass`] as its giver sees it.
 pub struct Given(Weak<AtomicU8>);
 
 impl Given {
-    /// How far the Call is.
+    /// How far the Call has come.
     pub fn stage(&self) -> PassStage {
         match self.0.upgrade().map(|stage| stage.load(Relaxed)) {
             Some(0) => PassStage::Coming,
@@ -454,7 +454,7 @@ impl Charge {
         Charge { whole: whole.clone(), part: part.clone(), bytes, written, leads, generation, pass: None }
     }
 
-    /// As it is in this process.
+    /// The count of this process.
     fn here(&self) -> &Charge {
         let generation = fork::generation();
         if self.generation.load(Relaxed) != generation
@@ -475,7 +475,7 @@ impl Charge {
         }
     }
 
-    /// Counts nothing any more.
+    /// Counts nothing from now on.
     fn end(&self) {
         let bytes = self.here().bytes.swap(0, Relaxed);
         self.whole.sub(bytes);
@@ -492,31 +492,31 @@ impl Drop for Charge {
     }
 }
 
-/// While more bytes of Reply chunks count in a process, further calls wait.
+/// While more bytes of Reply chunks than this count in a process, further calls wait.
 pub const AREAS_MAX: usize = 256 << 20;
 
-/// While more bytes than that count, a connection that holds more than its share is closed. Its share of Receives is less than one
-/// Send: otherwise any number of connections with an unfinished Send each would hold no more than their share.
+/// While more bytes than this count, a connection that holds more than its share is closed. The share of Receives is less than
+/// one Send: otherwise any number of connections with one unfinished Send each would all keep to their share.
 const FLOOD: usize = 1 << 30;
 const FLOOD_SHARE: usize = 64 << 20;
 const FLOOD_RECEIVES: usize = 32 << 10;
 
-/// While more bytes of long messages are in Receives of a process, connections that hold more than their share pause.
+/// While Receives of a process hold more bytes of long messages than this, connections that hold more than their share pause.
 const RECEIVES_MAX: usize = 256 << 20;
 const RECEIVES_SHARE: usize = 256 << 10;
 
-/// Least room of a block for Reply chunks: 1 MiB of results and the reply's header.
+/// Smallest block for Reply chunks: 1 MiB of results and the reply's header.
 const AREA: usize = (1 << 20) + PAGE;
 
 /// Staging memory of a short Call: 1 MiB of arguments and the call's header.
 const SHORT: usize = (1 << 20) + PAGE;
 
-/// Most blocks for Receives that are kept idle, and most bytes of them, but for a series: see [`Pool`].
+/// Most blocks for Receives that are kept idle, and most bytes of them, except in a series: see [`Pool`].
 const SLABS_IDLE: usize = 1024;
 const SLABS_WARM: usize = 4 << 20;
 
-/// Room in front of a message, bytes: a header with a Reply chunk of one segment, and two of a Write or Read chunk. Longer ones
-/// have a block of their own.
+/// Room in front of a message, in bytes: for a header with a Reply chunk of one segment, and two segments of a Write or Read
+/// chunk. Longer headers have a block of their own.
 const HEADER: usize = 128;
 /// The same where a block is as long as one Send: the header without chunks, so that the rest holds all that may follow it.
 const HEADER_MIN: usize = 28;
@@ -530,7 +530,7 @@ const WARM: usize = (1 << 20) + (64 << 10);
 /// Memory of the CPU: exclusive, readable, writable, growable.
 pub struct Buf {
     block: Share,
-    /// Bytes before the first one, for what may be put in front when it is frozen: see [`Region::extend_front`].
+    /// Bytes left free in front, for what may be put there when the buffer is frozen: see [`Region::extend_front`].
     start: usize,
     len: usize,
 }
@@ -542,13 +542,13 @@ impl Buf {
         Ok(Buf { block: Share::new(raw, Weak::new()), start: 0, len: 0 })
     }
 
-    /// The outbox of `own`, if nobody has it: what is written there the peer may read at once.
+    /// The outbox of `own`, if it is free: the peer may read at once what is written there.
     pub fn outbox(own: &Arc<Own>) -> Option<Buf> {
         let block = Share::new(RawBlock::outbox(own)?, Weak::new());
         Some(Buf { block, start: 0, len: 0 })
     }
 
-    /// Whether it is one.
+    /// Whether this is an outbox.
     pub fn is_outbox(&self) -> bool {
         matches!(self.block.raw.home, Home::Outbox(_))
     }
@@ -568,7 +568,8 @@ impl Buf {
         self.block.raw.cap - self.start
     }
 
-    /// Makes room for `cap` bytes in all. The block may move; nothing is copied by us (mremap moves pages).
+    /// Makes room for `cap` bytes in all. The block may move: mremap moves the pages of a mapping; only the bytes of a slab or an
+    /// outbox are copied.
     ///
     /// # Errors
     /// `ENOMEM` when the mapping cannot grow; the `Buf` is unchanged then.
@@ -686,7 +687,7 @@ impl Sink {
         Sink { block, start: 0, len }
     }
 
-    /// Tells when nobody names the memory any more.
+    /// Tells when nobody refers to the memory any more.
     pub fn loan(&self) -> Loan {
         Loan { block: self.block.downgrade() }
     }
@@ -696,8 +697,8 @@ impl Sink {
         self.block.raw.is_lent()
     }
 
-    /// The memory counts as nothing from here on: nobody waits any more for what comes there, and it goes with the handle
-    /// that a device cannot take back.
+    /// The memory counts as nothing from here on: nobody waits any more for what arrives there, and it is released with the
+    /// handle that a device cannot take back.
     pub fn uncount(&self) {
         if let Some(charge) = &self.block.charge {
             charge.end();
@@ -714,7 +715,7 @@ impl Sink {
         self.len == 0
     }
 
-    /// Where the memory lies, for a device to be told, which writes it unseen by us.
+    /// The address of the memory, to tell a device that writes it unseen by us.
     pub fn address(&self) -> usize {
         self.block.touch(self.start + self.len);
         self.block.raw.ptr.addr().get() + self.start
@@ -732,7 +733,7 @@ impl Sink {
     /// Takes the memory back, `len` bytes in use, if it is ours and nobody else holds it any more.
     ///
     /// # Errors
-    /// Returns the `Sink` unchanged while a device still holds a clone, or somebody a [`Loan`], and if it is lent.
+    /// Returns the `Sink` unchanged while a device still holds a clone, or somebody holds a [`Loan`], and if it is lent.
     ///
     /// # Panics
     /// When `len` is above the sink's length, or the sink is a part.
@@ -749,11 +750,11 @@ impl Sink {
         Ok(Buf { block: sink.block, start: 0, len })
     }
 
-    /// Freezes the first `len` bytes, if nobody else holds the memory any more, be it ours or lent. A [`Loan`]
-    /// does not count as a holder.
+    /// Freezes the first `len` bytes, if nobody else holds the memory any more, whether it is ours or lent. A [`Loan`] does not
+    /// count as a holder.
     ///
     /// # Errors
-    /// Returns the `Sink` unchanged while a device still holds a clone, and if it is a part from further on.
+    /// Returns the `Sink` unchanged while a device still holds a clone, and if it is a part that starts further on.
     ///
     /// # Panics
     /// When `len` is above the sink's length.
@@ -762,13 +763,13 @@ impl Sink {
         if self.start != 0 || self.block.count() != 1 {
             return Err(self);
         }
-        // What the last other holder placed, on whatever thread, is seen from here on.
+        // What the last other holder placed, on whatever thread, is visible from here on.
         fence(Ordering::Acquire);
         // INVARIANT: a Loan makes no holder, so `self` was the only one: no Sink is left, and slices may exist.
         Ok(Region { block: self.block, start: 0, len })
     }
 
-    /// Places bytes, as a device does: raw copy, no slice of the memory is made. False when they do not fit.
+    /// Places bytes, as a device does: raw copy, no slice of the memory is made. Returns false when they do not fit.
     #[must_use]
     pub fn place(&self, at: usize, bytes: &[u8]) -> bool {
         let Some(end) = at.checked_add(bytes.len()) else { return false };
@@ -850,12 +851,12 @@ pub struct Region {
 /// Pieces of a message, in order: nearly always one, which takes no memory of its own.
 pub type Regions = SmallVec<[Region; 1]>;
 
-/// A message that has come: its pieces, in order, and what follows them where the peer still has it.
+/// A message that has arrived: its pieces, in order, and what follows them if the peer still has that.
 #[derive(Default)]
 pub struct Payload {
-    /// What is here.
+    /// What is here already.
     pub pieces: Regions,
-    /// What is not. Apart, for hardly any message has such a part.
+    /// What is not. Boxed, since hardly any message has such a part.
     pub rest: Option<Box<Shown>>,
 }
 
@@ -873,7 +874,7 @@ impl From<Regions> for Payload {
     }
 }
 
-/// The pieces that are here.
+/// The pieces that are here already.
 impl Deref for Payload {
     type Target = [Region];
 
@@ -907,7 +908,7 @@ impl Region {
         Region { block, start: 0, len }
     }
 
-    /// Tells when nobody names the memory any more.
+    /// Tells when nobody refers to the memory any more.
     pub fn loan(&self) -> Loan {
         Loan { block: self.block.downgrade() }
     }
@@ -925,7 +926,7 @@ impl Region {
         if self.is_lent() { Region::copy_from(self) } else { Ok(self.clone()) }
     }
 
-    /// The Call that came here is so far. Whether it was pulled with a pass.
+    /// The Call that came in this memory has come to `stage`. Returns whether it was pulled with a pass.
     pub fn reach(&self, stage: PassStage) -> bool {
         let pass = self.block.charge.as_ref().and_then(|charge| charge.pass.as_ref());
         pass.is_some_and(|pass| {
@@ -953,8 +954,8 @@ impl Region {
         Region { block: self.block.clone(), start: self.start + at, len }
     }
 
-    /// Puts bytes in front, where a [`Memory::message`] has room for a header, unless others read the block by now. False
-    /// when it cannot.
+    /// Puts bytes in front, where a [`Memory::message`] has room for a header, unless others already read the block. Returns
+    /// false when it cannot.
     pub fn extend_front(&mut self, bytes: &[u8]) -> bool {
         let Some(start) = self.start.checked_sub(bytes.len()) else { return false };
         match self.block.alone() {
@@ -986,8 +987,8 @@ impl Deref for Region {
     fn deref(&self) -> &[u8] {
         // SAFETY: `start <= cap` (invariant): inside the block.
         let base = unsafe { self.block.raw.ptr.as_ptr().add(self.start) };
-        // SAFETY: `start + len <= cap` (invariant), and a frozen block is written by nobody; of memory that is lent
-        // its lender promised that.
+        // SAFETY: `start + len <= cap` (invariant), and a frozen block is written by nobody; for lent memory its lender promised
+        // that.
         unsafe { std::slice::from_raw_parts(base, self.len) }
     }
 }
@@ -998,7 +999,7 @@ impl fmt::Debug for Region {
     }
 }
 
-/// Kept by whoever lent memory, to know when it is his alone again. Taking it makes no holder.
+/// Kept by whoever lent memory, to know when nobody else uses it any more. A loan is not a holder.
 pub struct Loan {
     block: Weak<Block>,
 }
@@ -1040,7 +1041,7 @@ impl<'a> IoVec<'a> {
         self.raw.iov_len == 0
     }
 
-    /// The first of them, for send(2).
+    /// Address of the first of them, for send(2).
     pub fn as_ptr(&self) -> *const libc::c_void {
         self.raw.iov_base
     }
@@ -1063,7 +1064,7 @@ impl<'a> IoVecMut<'a> {
         }
     }
 
-    /// Memory of the program, which may hold nothing yet.
+    /// Memory of the program, which may not be initialized yet.
     ///
     /// # Safety
     /// `len` bytes are writable there, and nobody else uses them, for the life of the value.
@@ -1081,7 +1082,7 @@ impl<'a> IoVecMut<'a> {
         self.raw.iov_len == 0
     }
 
-    /// The first of them, for recv(2).
+    /// Address of the first of them, for recv(2).
     pub fn as_mut_ptr(&mut self) -> *mut libc::c_void {
         self.raw.iov_base
     }
@@ -1103,7 +1104,8 @@ impl IoVec<'_> {
 impl IoVecMut<'_> {
     pub(crate) fn copy_from(&mut self, bytes: &[u8]) {
         assert!(bytes.len() <= self.raw.iov_len);
-        // SAFETY: as for the kernel: `raw` names so many bytes that live as long as `self`, of which no slice exists.
+        // SAFETY: as for the kernel: `raw` names at least as many bytes (asserted) that live as long as `self`, of which no slice
+        // exists.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.raw.iov_base.cast(), bytes.len()) };
     }
 }
@@ -1143,7 +1145,7 @@ impl Block {
     }
 }
 
-/// Where the last two holders go at the same time.
+/// For the case that the last two holders go at the same time.
 impl Drop for Block {
     fn drop(&mut self) {
         if let Some(pool) = self.pool.upgrade() {
@@ -1153,7 +1155,7 @@ impl Drop for Block {
     }
 }
 
-/// A holder's share of a block. With the last one the block goes back to its pool, and what counts the shares with it.
+/// A holder's share of a block. With the last share the block goes back to its pool, along with the `Arc` that counts the shares.
 struct Share(ManuallyDrop<Arc<Block>>);
 
 impl Share {
@@ -1166,14 +1168,14 @@ impl Share {
         Arc::get_mut(&mut self.0)
     }
 
-    /// It was taken from a pool: what is written from here on is told apart from what was before.
+    /// The block was taken from a pool: what is written from here on is told apart from what was written before.
     fn begin_use(&mut self) {
         if let Some(Block { raw, .. }) = self.alone() {
             raw.kept = raw.kept.max(std::mem::take(raw.touched.get_mut()));
         }
     }
 
-    /// It comes back to no pool.
+    /// The block will go back to no pool.
     fn forget_pool(&mut self) {
         if let Some(block) = self.alone() {
             block.pool = Weak::new();
@@ -1226,12 +1228,12 @@ impl Memory {
         apart.iter().map(|pool| pool.idle_bytes()).sum()
     }
 
-    /// Bytes of long messages that are in Receives of this connection.
+    /// Bytes of long messages in Receives of this connection.
     pub(crate) fn own_received(&self) -> usize {
         self.own_received.bytes()
     }
 
-    /// Has the process hold so much in Receives that connections pause; not a page of it is there.
+    /// Makes the process hold so much in Receives that connections pause, without using a page of it.
     pub(crate) fn fill(&self) -> Sink {
         let sink = self.connection(None, None).receive(RECEIVES_MAX + 1, RECEIVES_MAX + 1).unwrap();
         assert!(sink.iovec(0, RECEIVES_MAX + 1).is_some());
@@ -1243,7 +1245,7 @@ impl Memory {
         Arc::new(Memory { header: Pool::new(1 << 60, 0, 0), ..self.clone() })
     }
 
-    /// The same pools, but others wait for what peers' Calls hold.
+    /// The same pools, but others have to wait for what peers' Calls hold.
     pub(crate) fn crowded(&self) -> Arc<Memory> {
         Arc::new(Memory { staging_max: 0, ..self.clone() })
     }

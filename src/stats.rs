@@ -1,10 +1,9 @@
-//! What this process has done, and does: one table of counters, its connections, and how long its calls take.
+//! What this process has done, and is doing: one table of counters, its connections, and how long its calls take.
 //!
 //! Owns the counters and their names, and the page that others may watch (`page`): the counters move there with the first
-//! connection, the connections (`connections`) and the histograms (`latency`) live there only. The modules that do the work
-//! count it; `capi`, the log and `rpcrdma stat` show it. Counters are process-wide, begin at 0 and only grow; a forked
-//! child goes on from its parent's values. They are relaxed atomics: each is exact, but a snapshot is no consistent cut
-//! through all of them.
+//! connection; the connections (`connections`) and the histograms (`latency`) live only there. The modules that do the work count
+//! it; `capi`, the log and `rpcrdma stat` show it. Counters are process-wide, begin at 0 and only grow; a forked child goes on
+//! from its parent's values. They are relaxed atomics: each is exact, but a snapshot is not a consistent cut through all of them.
 //!
 //! # Invariants
 //! - The table is an array of 64-bit numbers in the order of [`NAMES`], which C programs see: a new counter
@@ -36,7 +35,7 @@ macro_rules! counters {
         /// The counters' names, in the order of the table.
         pub const NAMES: &[&str] = &[$($name),*];
 
-        /// What each of them counts, for who collects them.
+        /// What each of them counts, for those who collect them.
         #[cfg(feature = "tool")]
         pub const HELP: &[&str] = &[$($doc),*];
     };
@@ -92,12 +91,13 @@ counters! {
 /// Counters in the table.
 pub const COUNT: usize = NAMES.len();
 
-/// Where they are until there is a page, and where there is none.
+/// Where the counters are until there is a page, and where there is none.
 static TABLE: Table = [const { AtomicU64::new(0) }; COUNT];
 
 type Table = [AtomicU64; COUNT];
 
-/// In a forked child, of which there is one thread: what may be watched is its parent's. Only system calls and atomic words.
+/// Called in a forked child, which has only one thread: what may be watched is its parent's. Uses only system calls and atomic
+/// words.
 pub fn forked() {
     page::forked();
     connections::forget();
@@ -107,7 +107,7 @@ pub fn forked() {
 /// Adds `n` to a counter.
 #[inline]
 pub fn add(counter: Counter, n: u64) {
-    // Most calls copy or register nothing: that shall not take the cache line from another thread.
+    // Most calls copy or register nothing: that must not take the cache line from another thread.
     if n > 0 {
         page::counters()[counter as usize].fetch_add(n, Relaxed);
     }
@@ -116,7 +116,7 @@ pub fn add(counter: Counter, n: u64) {
 /// The table at this moment, in the order of [`NAMES`].
 pub fn snapshot() -> [u64; COUNT] {
     let moved = page::moved_counters();
-    // Who had the table in hand while the page was made has counted there.
+    // A thread that had this table in hand while the page was made has counted there.
     std::array::from_fn(|at| {
         TABLE[at].load(Relaxed).wrapping_add(moved.map_or(0, |table| table[at].load(Relaxed)))
     })

@@ -1,9 +1,9 @@
 //! Bytes of RPC-over-RDMA messages, and nothing else: no state, no I/O, no allocation while decoding.
 //!
-//! This file holds the words that all versions share (RFC 8166 §3.4 and §4.1). `header` holds a message of any version,
-//! `lists` its chunk lists, `v1` and `v2` what a version has of its own; `characteristics` the messages of Version Two's
-//! transport-characteristics extension, `private_data` the RDMA-CM private data of RFC 8797. A decoder borrows the
-//! message; it never trusts a count or a length of the peer before comparing it with the bytes that are there.
+//! This file holds the words that all versions share (RFC 8166 §3.4 and §4.1). `header` holds a message of any version, `lists`
+//! its chunk lists, `v1` and `v2` what is specific to one version; `characteristics` the messages of Version Two's
+//! transport-characteristics extension, `private_data` the RDMA-CM private data of RFC 8797. A decoder borrows the message; it
+//! never trusts a count or a length of the peer before comparing it with the bytes that are there.
 #![forbid(unsafe_code)]
 
 use std::fmt;

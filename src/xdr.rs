@@ -2,22 +2,20 @@
 //!
 //! libtirpc hands a program's types over as procedures that walk an `XDR`, a struct with a table of
 //! operations ([`XdrOps`], `rpc/xdr.h`). This file owns two such streams and nothing else: [`Encoder`]
-//! appends to one contiguous, growing [`Buf`]; [`Decoder`] reads what a device has placed, in as many pieces
-//! as it came. What a message means, and when it is sent, belongs to the modules above.
+//! appends to one contiguous, growing [`Buf`]; [`Decoder`] reads what a device has placed, in as many pieces as it came in. What
+//! a message means, and when it is sent, belongs to the modules above.
 //!
-//! Stream position 0 is the XID and no transport header lies in the stream: RPCSEC_GSS signs bytes 0 ..
-//! GETPOS, and an RFC 8166 Position counts from the same byte (§3.4.5). Each operation behaves as libtirpc's
-//! `xdrmem` does, including its oddities; where that one would read or write outside its memory, ours answers
-//! FALSE.
+//! Stream position 0 is the XID, and no transport header lies in the stream: RPCSEC_GSS signs bytes 0 .. GETPOS, and an RFC 8166
+//! Position counts from the same byte (§3.4.5). Each operation behaves as libtirpc's `xdrmem` does, including its oddities; where
+//! `xdrmem` would read or write outside its memory, ours answers FALSE.
 //!
-//! Every item enters a message through `put_bytes`, and only there is known to be one item with an address of
-//! its own: there it is copied or, if [`Encoder::lend`] allows it, left where it lies. The message has a hole
-//! of its size then, so that positions stay what they are. The end of a message is its position, not the
-//! length of a buffer.
+//! Every item enters a message through `put_bytes`, the only place where it is known to be one item with an address of its own:
+//! there it is copied or, if [`Encoder::lend`] allows it, left where it lies. The message then has a hole of its size, so that
+//! positions stay what they are. A message ends at its position, not at the length of a buffer.
 //!
 //! # Invariants
 //! - `Encoding`: `at <= high <= u32::MAX`; `base` points to the first byte of `buf`, and `room <= buf.len()`.
-//! - `Encoding`: `lent` is sorted, its items do not overlap, and nothing was put over them since.
+//! - `Encoding`: `lent` is sorted, its items do not overlap, and nothing has been put over them since.
 //! - `Decoding`: `next .. next + left` lies inside the current source; `end - left` is the position.
 //! - The heap object that `x_private` points into never moves and is reached through raw pointers only.
 #![allow(unsafe_code)]
@@ -35,11 +33,10 @@ use crate::per_thread::{self, Owned};
 
 /// A program's `xdrproc_t`: encodes, decodes or frees (`x_op`) one object.
 ///
-/// C declares it variadic because some of its procedures take a third argument, a maximum length. Nobody
-/// passes that one: libtirpc's own transports call with two arguments, and so do we. A procedure that reads a
-/// third (a bare `xdr_string`) finds there what it always found, the leftovers of a register;
-/// `xdr_wrapstring` exists for it. On x86-64 a call with two pointers is the same for a variadic and for a
-/// plain C function.
+/// C declares it variadic because some of its procedures take a third argument, a maximum length. Nobody passes that argument:
+/// libtirpc's own transports call with two arguments, and so do we. A procedure that reads a third (a bare `xdr_string`) finds
+/// what it always found there, the leftovers of a register; `xdr_wrapstring` exists for it. On x86-64 a call with two pointers is
+/// the same for a variadic and for a plain C function.
 ///
 /// It may throw, and it may end its thread.
 pub type XdrProc = Option<unsafe extern "C-unwind" fn(*mut XDR, *mut c_void) -> c_int>;
@@ -165,7 +162,7 @@ impl Encoder {
         self.state().copied
     }
 
-    /// Puts whole XDR words, as an xdrproc does with `XDR_PUTBYTES`. False without memory or over the limit.
+    /// Puts whole XDR words, as an xdrproc does with `XDR_PUTBYTES`. Returns false without memory or over the limit.
     #[must_use]
     pub fn put(&mut self, words: &[u8]) -> bool {
         // SAFETY: the stream is alive until `drop`, and `&mut self` makes this the only reference to it.
@@ -174,8 +171,7 @@ impl Encoder {
         (unsafe { state.put_bytes(words.as_ptr(), words.len()) }) == TRUE
     }
 
-    /// Makes every put fail that would end beyond `bytes`. The default is just short of 4 GiB, as is the
-    /// maximum.
+    /// Makes every put that would end beyond `bytes` fail. The default is just short of 4 GiB, as is the maximum.
     #[cfg(any(test, feature = "fuzz"))]
     pub fn set_limit(&mut self, bytes: usize) {
         // SAFETY: the stream is alive until `drop`, and `&mut self` makes this the only reference to it.
@@ -187,8 +183,8 @@ impl Encoder {
     /// Leaves items in the program's memory from here on, as `lending` says.
     ///
     /// # Safety
-    /// What an xdrproc puts stays valid and unchanged until all loans of the finished message are over
-    /// ([`Message::loans`]), where `lending` chooses it.
+    /// What an xdrproc puts, where `lending` chooses it, stays valid and unchanged until all loans of the finished message are
+    /// over ([`Message::loans`]).
     pub unsafe fn lend(&mut self, lending: Lending) {
         // SAFETY: the stream is alive until `drop`, and `&mut self` makes this the only reference to it.
         let state = unsafe { &mut (*self.stream.as_ptr()).state };
@@ -208,14 +204,15 @@ impl Encoder {
 
     /// The encoded message.
     ///
-    /// # Errors Why the first failed put failed: `TooLong` over the limit, `Encode` without memory. A
-    /// procedure that failed for a reason of its own leaves no error here: its FALSE says so.
+    /// # Errors
+    /// Why the first put that failed did so: `TooLong` over the limit, `Encode` without memory. A procedure that failed for a
+    /// reason of its own leaves no error here: its FALSE says so.
     pub fn finish(self) -> Result<Message, Error> {
         let stream = self.stream;
         std::mem::forget(self);
         // SAFETY: `stream` came from `Stream::leak` in `new`, and `drop` does not run any more.
         let mut state = unsafe { Stream::end(stream) };
-        // An item that the end cuts off is a part of the message only up to there.
+        // An item that the end of the message cuts off is a part of it only up to there.
         state.take_back(state.at, usize::MAX);
         let Encoding { mut buf, at, failure, lent, .. } = state;
         match failure {
@@ -258,12 +255,12 @@ pub const LEND_MIN: usize = 401;
 
 /// Which items an [`Encoder`] leaves in the program's memory.
 pub struct Lending {
-    /// Shorter items are copied, bytes.
+    /// Items of fewer bytes are copied.
     pub at_least: usize,
-    /// Told what is encoded so far, address and length of an item that would follow: whether it is lent.
+    /// Gets what is encoded so far, and address and length of the item that would follow. Returns whether to lend that item.
     #[allow(clippy::type_complexity)]
     pub which: Box<dyn Fn(&[u8], *const u8, usize) -> bool + Send>,
-    /// The put of the first lent item fails: nobody wants what follows it.
+    /// The put of the first lent item fails: nothing that follows it is wanted.
     pub stop: bool,
 }
 
@@ -274,11 +271,10 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// A stream over the pieces of `payload`, in order, and over what follows them. It ends at 4 GiB, where the positions of XDR
-    /// end.
+    /// A stream over the pieces of `payload`, in order, and over what follows them. It ends at 4 GiB, where XDR positions end.
     ///
-    /// What the peer still has is taken when it is decoded, each byte once: from there on the stream goes back within [`WINDOW`]
-    /// at most, as one of libtirpc's over a socket does. It ends where the peer has taken the rest back.
+    /// What the peer still has is taken when it is decoded, each byte once: from there on the stream can go back only within
+    /// [`WINDOW`], like one of libtirpc's over a socket. It ends where the peer has taken the rest back.
     pub fn new(payload: impl Into<Payload>) -> Decoder {
         let Payload { pieces: sources, rest } = payload.into();
         let sum = sources.iter().fold(0usize, |sum, s| sum.saturating_add(s.len()));
@@ -334,7 +330,7 @@ impl Decoder {
         taken
     }
 
-    /// Takes what the peer still has, before it has no reason to keep it any more.
+    /// Fetches what the peer still has, before the peer has no reason to keep it any more.
     pub fn fetch(&mut self) {
         // SAFETY: as in `Encoder::put`.
         let state = unsafe { &mut (*self.stream.as_ptr()).state };
@@ -343,7 +339,7 @@ impl Decoder {
         }
     }
 
-    /// Notes that the program has decoded what it wants. Whether that was pulled with a [`Pass`](crate::memory::Pass).
+    /// Notes that the program has decoded what it wants. Returns whether that was pulled with a [`Pass`](crate::memory::Pass).
     pub fn end_pass(&self) -> bool {
         let mut pulled = false;
         for source in &self.state().sources {
@@ -375,8 +371,8 @@ unsafe impl Send for Decoder {}
 
 /// Runs `proc` over `object` to release what decoding allocated (`xdr_free`), on a stream without memory. Returns what `proc` says.
 ///
-/// # Safety `proc` is NULL or a procedure for the type of `object`, and `object` is what it may free: decoded
-/// by it, or zeroed.
+/// # Safety
+/// `proc` is NULL or a procedure for the type of `object`, and `object` is what it may free: decoded by it, or zeroed.
 pub unsafe fn free(proc: XdrProc, object: *mut c_void) -> c_int {
     let Some(proc) = proc else { return 1 };
     let mut xdr = XDR {
@@ -397,7 +393,7 @@ struct Stream<S> {
     state: S,
 }
 
-/// What a thread keeps of its latest stream: the memory, for its next one, so that no call allocates any.
+/// What a thread keeps of its latest stream: the memory, for its next one, so that no call allocates it.
 type Spare<S> = Owned<Box<MaybeUninit<Stream<S>>>>;
 
 /// A kind of stream.
@@ -438,16 +434,16 @@ impl<S: Kept> Stream<S> {
         stream
     }
 
-    /// What it worked on.
+    /// Ends the stream; returns what it worked on.
     ///
     /// # Safety
-    /// It came from [`Stream::leak`], and is not used any more.
+    /// `stream` came from [`Stream::leak`], and is not used any more.
     unsafe fn end(stream: NonNull<Stream<S>>) -> S {
         // SAFETY: alive (contract). Nobody reads it again: its memory is uninitialised from here on.
         let Stream { state, .. } = unsafe { stream.as_ptr().read() };
         // SAFETY: from `Box::leak`, of this layout.
         let memory = unsafe { Box::from_raw(stream.as_ptr().cast::<MaybeUninit<Stream<S>>>()) };
-        // This thread's, whichever has made it.
+        // Kept by this thread, whichever thread made it.
         let _ = per_thread::put(S::SPARE, memory);
         state
     }
@@ -471,7 +467,7 @@ struct Encoding {
     room: usize,
     /// The position.
     at: usize,
-    /// End of what was ever encoded: positions up to here may be gone back to.
+    /// End of what was ever encoded: the stream may go back to positions up to here.
     high: usize,
     limit: usize,
     copied: u64,
@@ -491,7 +487,7 @@ struct Lent {
 }
 
 impl Encoding {
-    /// Takes `n` bytes from the position on. What they hold is for the caller to write.
+    /// Takes `n` bytes from the position on. The caller must write them.
     #[inline]
     fn take(&mut self, n: usize) -> Result<*mut u8, Error> {
         let end = self.at + n;
@@ -524,7 +520,7 @@ impl Encoding {
         Ok(())
     }
 
-    /// Copies lent items into the message after all that `from .. to` touches: something else is put over them.
+    /// Copies the lent items that `from .. to` touches into the message after all: something else is put over them.
     #[cold]
     fn take_back(&mut self, from: usize, to: usize) {
         let (base, copied) = (self.base, &mut self.copied);
@@ -603,8 +599,8 @@ impl Encoding {
         }
     }
 
-    /// A procedure may leave room for a length that it fills in later (RPCSEC_GSS skips one word so): the room reads
-    /// as zeros until then. A page is more than anybody skips.
+    /// A procedure may leave room for a length that it fills in later (RPCSEC_GSS skips one word this way): the room reads as
+    /// zeros until then. A page is more than anybody skips.
     #[inline]
     fn set_position(&mut self, position: usize) -> c_int {
         if position > self.high {
@@ -626,8 +622,7 @@ impl Encoding {
         TRUE
     }
 
-    /// NULL tells a procedure to put the items one by one, and those say what is wrong: no failure is noted
-    /// here.
+    /// NULL tells a procedure to put the items one by one, and those puts say what is wrong: no failure is noted here.
     #[inline]
     fn inline(&mut self, n: usize) -> *mut i32 {
         // The block is aligned to a page: the position decides.
@@ -651,7 +646,7 @@ impl Encoding {
 /// State of a [`Decoder`].
 struct Decoding {
     sources: Regions,
-    /// Position of the first byte of them: the stream goes back no farther.
+    /// Position of their first byte: the stream goes back no farther.
     base: usize,
     /// The current source.
     index: usize,
@@ -663,7 +658,7 @@ struct Decoding {
     left: usize,
     /// Position of the end of the stream.
     total: usize,
-    /// What follows the sources: `index` is their number there.
+    /// What follows the sources; there, `index` is the number of sources.
     rest: Option<Box<Rest>>,
     copied: u64,
 }
@@ -673,12 +668,12 @@ struct Rest {
     shown: Shown,
     /// Position of its first byte.
     begins: usize,
-    /// Bytes of it, and how many there are: those before the end of the current source.
+    /// A window of its bytes, and how many of them are held: those before the end of the current source.
     window: Vec<u8>,
     held: usize,
 }
 
-/// Bytes of a window, at most; and so many or more that are decoded in one go are copied to where they belong at once.
+/// Most bytes of a window. And the fewest bytes that, decoded in one go, are copied at once to where they belong.
 pub const WINDOW: usize = 16 << 10;
 const AT_ONCE: usize = 4 << 10;
 
@@ -701,7 +696,7 @@ impl Decoding {
         self.end = position + self.left;
     }
 
-    /// Goes on with the first source that has bytes, when the current one has none left.
+    /// Goes on to the first source that has bytes, when the current one has none left.
     #[cold]
     fn next_source(&mut self) {
         self.next_own();
@@ -710,8 +705,8 @@ impl Decoding {
         }
     }
 
-    /// The same for one who wants `n` bytes in one piece, and may get none. Then nothing is taken from the peer either: the stream,
-    /// whose position has not moved, can still go back to all that came before.
+    /// The same for a caller that wants `n` bytes in one piece, and may get none. Then nothing is taken from the peer either: the
+    /// stream, whose position has not moved, can still go back to all that came before.
     #[cold]
     fn next_of(&mut self, n: usize) {
         self.next_own();
@@ -737,7 +732,7 @@ impl Decoding {
         rest.held = 0;
         if rest.window.len() < n {
             if rest.window.try_reserve_exact(n).is_err() {
-                // As if it ended here.
+                // As if the stream ended here.
                 self.total = self.end;
                 return;
             }
@@ -754,8 +749,8 @@ impl Decoding {
         }
     }
 
-    /// Has all that follows in one piece of our own, if there is memory for it: a stream that begins here. Where the peer has
-    /// taken its part back, the stream ends with what is here.
+    /// Gets all that follows into one piece of our own, if there is memory for it: the stream then begins here. Where the peer
+    /// has taken its part back, the stream ends with what is here already.
     #[cold]
     fn fetch(&mut self) {
         let (position, n) = (self.position(), self.remaining());
@@ -786,14 +781,14 @@ impl Decoding {
         self.enter(0, position);
     }
 
-    /// Copies the next `n` bytes, which the peer has, to `to`. False when it has taken them back: the stream ends here.
+    /// Copies the next `n` bytes, which the peer has, to `to`. Returns false when it has taken them back: the stream ends here.
     ///
     /// # Safety
     /// `to` is writable for `n` bytes.
     unsafe fn take(&mut self, to: *mut u8, n: usize) -> bool {
         let Some(rest) = self.rest.as_mut().filter(|_| n <= self.total - self.end) else { return false };
         rest.held = 0;
-        // SAFETY: by contract; nobody else uses it while it is written.
+        // SAFETY: by contract; nobody else uses `to` while it is written.
         let to = unsafe { IoVecMut::of_program(to, n) };
         if !rest.shown.copy(self.end - rest.begins, to) {
             self.total = self.end;
@@ -972,8 +967,8 @@ static NOTHING: XdrOps = XdrOps {
 
 /// The state behind a C handle.
 ///
-/// # Safety `xdrs` is the handle of a live stream whose operations belong to `S`, and no other reference to
-/// its state exists.
+/// # Safety
+/// `xdrs` is the handle of a live stream whose operations belong to `S`, and no other reference to its state exists.
 #[inline]
 unsafe fn state<'a, S>(xdrs: *mut XDR) -> &'a mut S {
     // SAFETY: a live handle by contract.
@@ -1030,7 +1025,7 @@ unsafe extern "C" fn decode_getlong(xdrs: *mut XDR, value: *mut c_long) -> c_int
         // SAFETY: this operation is in DECODE only, and C runs one operation of a stream at a time.
         let state = unsafe { state::<Decoding>(xdrs) };
         let Some(long) = state.get_long() else { return Ok(FALSE) };
-        // Extended by zero, as libtirpc's streams do it: its xdr_long(-1) decodes as 4294967295.
+        // Extended by zero, as libtirpc's streams do: its xdr_long(-1) decodes as 4294967295.
         // SAFETY: the procedure passes a pointer to its long.
         unsafe { *value = c_long::from(long) };
         Ok(TRUE)
@@ -1071,7 +1066,7 @@ unsafe extern "C" fn decode_inline(xdrs: *mut XDR, n: c_uint) -> *mut i32 {
     })
 }
 
-/// XDR_DESTROY of a procedure does nothing: the stream belongs to its Encoder or Decoder.
+/// XDR_DESTROY by a procedure does nothing: the stream belongs to its Encoder or Decoder.
 unsafe extern "C" fn destroy(_: *mut XDR) {
     guard(|| Ok(()))
 }

@@ -12,7 +12,7 @@ pub(super) const NFSACL: u32 = 100_227;
 /// The NFSv4.0 callbacks, by their name in the RFCs; a client may choose another number.
 pub(super) const CALLBACK: u32 = 0x4000_0000;
 
-/// Every procedure: program, version and what there is to say.
+/// Every procedure: program, version and what there is to say about it.
 pub(super) fn procedures() -> impl Iterator<Item = (u32, u32, &'static Row)> {
     let tables = [
         (NFS, 2, V2),
@@ -39,7 +39,7 @@ const PATH2: usize = 1024;
 const ATTR3: usize = 4 + 84;
 /// wcc_data: pre_op_attr and post_op_attr.
 const WCC: usize = 4 + 24 + ATTR3;
-/// What creates an object answers: status, handle, attributes, and the directory's.
+/// Results of what creates an object: status, handle, attributes, and those of the directory.
 const CREATED: usize = 4 + (4 + 4 + 64) + ATTR3 + WCC;
 
 const V2: &[Row] = &[
@@ -229,8 +229,7 @@ fn symlink3(walk: &mut Walk<'_>) -> Walked {
 }
 
 /// READDIR has a count; READDIRPLUS has a maxcount, with the dircount's 4 bytes before it.
-// RFC 1813 §3.3.16: "The size must include all XDR overhead." A server that counts the entries only gets
-// room too.
+// RFC 1813 §3.3.16: "The size must include all XDR overhead." There is room too for a server that counts only the entries.
 fn readdir3(walk: &mut Walk<'_>, before: usize) -> Walked {
     walk.opaque()?;
     // Cookie and verifier.

@@ -3,8 +3,7 @@
 //!
 //! RFC 8267 §6.1: "Only the following XDR data items in the COMPOUND procedure of all NFS version 4 minor
 //! versions are DDP-eligible": the data of WRITE and READ, the text of a symbolic link in CREATE and
-//! READLINK. To find them the walk knows every operation. One that it does not know ends it: what follows
-//! may be anything.
+//! READLINK. To find them the walk knows every operation. One that it does not know ends the walk: what follows may be anything.
 //!
 //! The minor versions share their operations' numbers and forms, so one table serves them all.
 #![forbid(unsafe_code)]
@@ -71,8 +70,8 @@ const DELEGATION: usize = 4 + STATEID + 4 + 12 + 12 + 4 + 1024;
 /// write_response4.
 const WRITE_RESPONSE: usize = 4 + STATEID + 8 + 4 + VERIFIER;
 
-/// The operations in the order of their numbers, without a gap but before ILLEGAL: each with its arguments and
-/// its results where its status is NFS4_OK.
+/// The operations in the order of their numbers, without a gap except before ILLEGAL: each with its arguments, and its results
+/// where its status is NFS4_OK.
 const OPERATIONS: &[Row] = &[
     row(3, |w| fixed(w, 4, 8), |w| w.skip(8)), // ACCESS
     row(4, |w| fixed(w, 4 + STATEID, STATEID), |w| w.skip(STATEID)), // CLOSE
@@ -403,7 +402,7 @@ fn exchange_id_results(walk: &mut Walk<'_>) -> Walked {
     implementation(walk)
 }
 
-/// What state_protect4_a and state_protect4_r begin with; whether SP4_SSV's own follow.
+/// What state_protect4_a and state_protect4_r begin with; returns whether SP4_SSV's own part follows.
 fn protected_operations(walk: &mut Walk<'_>) -> Result<bool, Stop> {
     const NONE: u32 = 0;
     const MACH_CRED: u32 = 1;
@@ -525,8 +524,8 @@ fn layoutget(walk: &mut Walk<'_>) -> Walked {
     // Signal, type, iomode; offset, length, minimum.
     walk.skip(12 + 24 + STATEID)?;
     let maxcount = walk.word()?;
-    // RFC 8881 §18.43.3: "The loga_maxcount field specifies the maximum layout size (in bytes)": beside it
-    // the flag, the stateid and the number of layouts.
+    // RFC 8881 §18.43.3: "The loga_maxcount field specifies the maximum layout size (in bytes)": in addition there are the flag,
+    // the stateid and the number of layouts.
     walk.reply(4 + STATEID + 4);
     walk.reply(maxcount as usize);
     Ok(())
@@ -670,7 +669,7 @@ fn setxattr(walk: &mut Walk<'_>) -> Walked {
 fn listxattrs(walk: &mut Walk<'_>) -> Walked {
     walk.skip(8)?;
     let maxcount = walk.word()?;
-    // Beside the names: cookie, their number, eof.
+    // Besides the names: cookie, their number, eof.
     walk.reply(16);
     walk.reply(maxcount as usize);
     Ok(())
@@ -682,7 +681,7 @@ fn listxattrs_results(walk: &mut Walk<'_>) -> Walked {
     walk.skip(4)
 }
 
-// What several operations have.
+// What several operations share.
 
 /// Arguments that are one counted opaque, such as a name.
 fn named(walk: &mut Walk<'_>, results: usize) -> Walked {

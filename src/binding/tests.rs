@@ -155,7 +155,7 @@ fn every_eligible_result_of_nfs_is_found_at_its_position() {
 
 #[test]
 fn an_item_is_the_elements_of_one_opaque_without_its_count() {
-    // rule 43, rule 44: the length word is before the position, the next item behind it.
+    // rule 43, rule 44: the length word is before the position, the next item after it.
     let (one, two) = (find(100_003, 2, 13), find(100_003, 3, 7));
     let link = call(100_003, 2, 13).fixed(32).opaque(3).item(5);
     let shape = one.call(&[&link.bytes]);
@@ -381,7 +381,7 @@ fn every_operation_of_version_4_is_walked_over_to_the_next() {
     let binding = find(100_003, 4, 1);
     let mut seen: Vec<u32> = Vec::new();
     for (number, arguments, results, bounded) in operations4() {
-        // The WRITE or READ behind it is found where it is, so the operation before it ends where it should.
+        // The WRITE or READ after it is found where it is, so the operation before it ends where it should.
         let call = compound(&[(number, arguments.clone()), write4(7)]);
         let shape = binding.call(&[&call.bytes]);
         assert_eq!((shape.items, shape.complete), (call.items, true), "arguments of {number}");
@@ -415,7 +415,7 @@ fn an_unknown_operation_ends_the_walk() {
     let reply = compound_results(&[read4(5), (0, xdr()), read4(6)]);
     let shape = binding.reply(&[&reply.bytes]);
     assert_eq!((&shape.items[..], shape.complete), (&reply.items[..1], false));
-    // A choice that no RFC knows, too.
+    // So does a choice that no RFC knows.
     let call = compound(&[(18, xdr().fixed(20).opaque(4).words(&[0, 7])), write4(6)]);
     assert_eq!(binding.call(&[&call.bytes]).items, []);
 }
@@ -493,7 +493,7 @@ fn a_compound_announces_its_results_in_order() {
     let shape = binding.call(&[&compound(&[read(9), (27, xdr()), read(10)]).bytes]);
     assert_eq!(shape.results, [9, 4096, 10]);
     assert_eq!(shape.max_results, Some(12 + 4 + 3 * 8 + 4 + 4 + 12 + 4 + 4096 + 4 + 4 + 12));
-    // The number of them is bounded, the bound of the results counts all.
+    // Their number is bounded, but the bound of the results counts them all.
     let shape = binding.call(&[&compound(&vec![read(4); 100]).bytes]);
     assert_eq!((shape.results, shape.max_results), (vec![4; 64], Some(16 + 100 * 20)));
     // A bound that no machine could hold does not overflow.
@@ -508,7 +508,7 @@ fn found_in(items: &[Item], cut: usize) -> Vec<Item> {
 
 #[test]
 fn a_part_of_a_message_has_the_items_that_begin_in_it() {
-    // An encoder asks so, before the bytes of an item that it passes by reference.
+    // An encoder asks this before the bytes of an item that it passes by reference.
     for (binding, call) in eligible_arguments(9) {
         for cut in 0..=call.bytes.len() {
             let shape = binding.call(&[&call.bytes[..cut]]);
@@ -556,7 +556,7 @@ fn a_length_that_is_not_there_ends_the_walk() {
     none(&v4, compound4(xdr().words(&[0, 2, 1, 9, huge]).fixed(64)));
     none(&v4, compound4(xdr().words(&[0, 2, 1, 55, huge]).fixed(64)));
     none(&v4, compound4(xdr().words(&[0, 2, 1, 40, 0, huge]).words(&[0; 64])));
-    // An item's length is told as it is: whoever pulls it compares.
+    // An item's length is reported as it is: whoever pulls the item must compare.
     let write = call(100_003, 3, 7).opaque(8).fixed(16).word(huge);
     let shape = find(100_003, 3, 7).call(&[&write.bytes]);
     assert_eq!(shape.items, [Item { position: write.bytes.len(), length: huge as usize }]);
@@ -597,12 +597,12 @@ fn nothing_is_eligible_in_a_call_that_rpcsec_gss_wraps() {
         let call = gss_call(procedure, service).opaque(32).fixed(16).item(77);
         assert_eq!(Head::of(&[&call.bytes]).map(|head| head.wrapped), Some(wrapped));
         let shape = binding.call(&[&call.bytes]);
-        // Complete: it is known that there is nothing.
+        // Complete: it is known that there is nothing eligible.
         assert!(shape.complete);
         assert_eq!(shape.items, if wrapped { vec![] } else { call.items });
         assert_eq!(shape.max_results.is_none(), wrapped);
     }
-    // A credential of RPCSEC_GSS that is none.
+    // Credentials of RPCSEC_GSS that are too short to be valid.
     for length in [0, 12] {
         let call = xdr().words(&[1, 0, 2, 100_003, 3, 7, 6]).opaque(length).words(&[0, 0]);
         assert!(Head::of(&[&call.bytes]).is_some_and(|head| head.wrapped));
@@ -624,7 +624,7 @@ fn a_reply_without_results_has_no_items() {
     assert!(!binding.reply(&[&call(100_003, 3, 6).bytes]).complete);
 }
 
-/// A reply without the bytes and pads of those of its items that `placed` lists by index, as they lie then.
+/// A reply without the bytes and pads of the items that `placed` lists by index, and where these are missing then.
 fn reduce(reply: &Xdr, placed: &[(usize, usize)]) -> (Vec<u8>, Vec<Placed>) {
     let mut bytes = Vec::new();
     let mut expected = Vec::new();
@@ -733,7 +733,7 @@ fn a_failed_read_takes_no_chunk() {
     let reduced = Reduced { placed, unreduced: false, complete: true };
     assert_eq!(binding.reduced(&[&bytes], &[Some(6), Some(0)]).unwrap(), reduced);
 
-    // A program of which each result can be missing by itself.
+    // A program whose results can each be missing independently.
     let registry = Registry::built_in();
     let results = |walk: &mut Walk<'_>| {
         for _ in 0..2 {
@@ -799,12 +799,12 @@ fn a_program_adds_a_procedure_once_and_no_built_in_one() {
     add(0x2000_0001).unwrap();
     let binding = registry.find(0x2000_0001, 1, 4).unwrap();
     assert_eq!((binding.origin(), binding.preset()), (Origin::Registered, true));
-    // Nothing was said of the reply.
+    // Nothing was said about the reply.
     assert_eq!(binding.call(&[&call(0x2000_0001, 1, 4).bytes]).max_results, None);
     for program in [0x2000_0001, 0, 100_000, 100_003, 100_227, 0x4000_0000] {
         assert_eq!(add(program).unwrap_err().kind(), Kind::Invalid);
     }
-    // What comes later counts, but for the same program twice.
+    // What comes later counts, except when the program itself adds a procedure twice.
     assert_eq!(registry.add_text("f", "0x20000001 1 4 max-reply=8"), [""; 0]);
     assert_eq!(registry.find(0x2000_0001, 1, 4).unwrap().origin(), Origin::Text);
     add(0x2000_0001).unwrap();
@@ -936,7 +936,7 @@ fn a_line_that_is_not_understood_is_named_and_left_out() {
         assert_eq!(said, reason);
         let column = place.strip_prefix("/etc/x.conf:3:").and_then(|column| column.parse::<usize>().ok());
         let column = column.expect("a column");
-        // What is quoted is there; what is missing is behind the line.
+        // What is quoted is there; what is missing is after the line.
         let quoted = reason.split('"').nth(1).filter(|_| reason.starts_with('"')).unwrap_or("");
         let there = line.get(column - 1..).is_some_and(|rest| rest.starts_with(quoted));
         let of_all = column == 1 || (reason.contains("missing") && column == line.len() + 1);
@@ -973,7 +973,7 @@ fn a_call_without_a_binding_and_without_rpcsec_gss_needs_no_look() {
     assert!(!alone(&reply()) && !registry.leaves_alone(None));
 }
 
-/// A lock that the thread had at the fork would be held in the child for ever.
+/// A lock that the other thread held at the fork would be held in the child for ever.
 #[test]
 fn a_child_finds_and_adds_bindings_whatever_another_thread_was_adding_at_the_fork() {
     let registry = Registry::built_in();
@@ -1005,7 +1005,7 @@ fn a_child_finds_and_adds_bindings_whatever_another_thread_was_adding_at_the_for
     assert!(registry.add(400_000, 1, 1, Box::new(|_| Ok(())), Box::new(|_| Ok(()))).is_err());
 }
 
-/// Of a thousand procedures each may have one.
+/// Each of a thousand procedures may have a binding.
 #[test]
 fn a_call_costs_hardly_more_when_many_procedures_have_bindings() {
     let registry = Registry::built_in();

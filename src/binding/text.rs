@@ -4,7 +4,7 @@
 //! PROGRAM VERSION PROCEDURE [arguments=SHAPE] [results=SHAPE] [max-reply=SIZE] [preset]
 //! ```
 //!
-//! Every line that is not understood is told, with the reason. What follows from that is `config`'s to say.
+//! Every line that is not understood is reported, with the reason. What follows from that is up to `config`.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use super::{Key, Origin, Procedure, Stop, Walk, padded, reserved};
 use crate::textfile::{self, program_number, quoted, size};
 
-/// What of a line is not understood, and why.
+/// The part of a line that is not understood, and why.
 type Wrong<'a> = (&'a str, String);
 
 /// The procedures of a text, and why the other lines are not understood: "NAME:LINE:COLUMN: reason".
@@ -61,7 +61,7 @@ fn procedure(line: &str) -> Result<(Key, Procedure), Wrong<'_>> {
     Ok(((program, version, procedure), said))
 }
 
-/// What a line says behind its numbers.
+/// What a line says after its numbers.
 #[derive(Default)]
 struct Said {
     arguments: Option<Vec<Step>>,
@@ -130,7 +130,7 @@ impl Said {
         if self.preset && data.is_empty() {
             return Err("\"preset\": must have data in the results".into());
         }
-        // Without results= nothing is known of them.
+        // Without results= nothing is known about them.
         let fixed = if results.is_empty() { None } else { results.iter().map(Step::bytes).sum() };
         let max_reply = self.max_reply;
         let walk_arguments = move |walk: &mut Walk<'_>| {
@@ -159,7 +159,7 @@ impl Said {
 }
 
 impl Step {
-    /// Most bytes in results, but for data, which is counted where it is announced. `None`: any number.
+    /// Most bytes in results, except for data, which is counted where it is announced. `None`: any number.
     fn bytes(&self) -> Option<usize> {
         match *self {
             Step::Fixed(bytes) => Some(bytes),
@@ -170,7 +170,7 @@ impl Step {
     }
 }
 
-/// Walks over what a shape describes; the word that `count` stands for.
+/// Walks over what a shape describes; returns the word that `count` stands for.
 fn walk_shape(walk: &mut Walk<'_>, shape: &[Step]) -> Result<Option<u32>, Stop> {
     let mut count = None;
     for step in shape {
@@ -198,7 +198,7 @@ fn shape(text: &str, of_results: bool) -> Result<Vec<Step>, Wrong<'_>> {
                  data<SIZE> or ..., with commas between",
                 quoted(word)
             );
-            // Nothing between two commas is where the shape begins.
+            // An empty word between two commas is reported where the shape begins.
             (if word.is_empty() { text } else { word }, reason)
         })?;
         if step == Step::Rest && at + 1 < words.len() {

@@ -1,21 +1,21 @@
-//! The transport characteristics of both ends (draft-dnoveck-nfsv4-rpcrdma-xcharext-01): what we have told, what the peer
-//! is like, and what is under way. The engine sends what [`Characteristics::next`] says and hands in what comes.
+//! The transport characteristics of both ends (draft-dnoveck-nfsv4-rpcrdma-xcharext-01): what we have told, what the peer is
+//! like, and what is under way. The engine sends what [`Characteristics::next`] says and hands in what arrives.
 //!
 //! # The size of Receives
-//! The peer may send messages as long as what we have told it. So that number is raised only when no shorter Receive is
-//! left on the device, and lowered only because the peer has asked for it: whoever asks keeps to the smaller size from
-//! then on (section 3.1). Receives are consumed in the order in which they were posted; where the device does not give
-//! them back, a raise is done when traffic has consumed the last short one.
+//! The peer may send messages as long as the size that we have told it. So that size is raised only when no shorter Receive is
+//! left on the device, and lowered only because the peer has asked for it: an end that asks keeps to the smaller size from then
+//! on (section 3.1). Receives are consumed in the order in which they were posted; where the device does not give them back, a
+//! raise is complete when traffic has consumed the last short one.
 //!
 //! # Messages without a reply
-//! No credit counts them, so both ends keep Receives for them, and a sender has one of them under way at a time: until
-//! the reply to something that it sent later. An UPD_XCHAR that answers a REQ_XCHAR is free, for whoever asks keeps a
+//! No credit counts them, so both ends keep Receives for them, and a sender has only one of them under way at a time: until the
+//! reply to something that it sent later. An UPD_XCHAR that answers a REQ_XCHAR is exempt, since the end that asked keeps a
 //! Receive for it. Where nothing else is sent, a REQ_XCHAR that asks for nothing brings such a reply.
 //!
 //! # Where the draft leaves it open
-//! - Only the places of one REQ_XCHAR's list can be named in 32 bits; those behind are in no subset: rejected.
-//! - A place that RESP_XCHAR leaves out, or names twice, is rejected.
-//! - A second INIT_XCHAR replaces what it names. Of a characteristic that is named twice, the last one counts.
+//! - Only the first 32 places of a REQ_XCHAR's list can be named in 32 bits; those after them are in no subset, and so rejected.
+//! - A place that RESP_XCHAR leaves out, or names twice, counts as rejected.
+//! - A second INIT_XCHAR replaces what it names. If a characteristic is named twice, the last value counts.
 //! - Fewer than [`RECEIVE_MIN`] bytes are a bad value: a header with chunks would not fit, nor the first message.
 #![forbid(unsafe_code)]
 
@@ -24,15 +24,15 @@ use std::collections::VecDeque;
 use crate::wire::Xid;
 use crate::wire::characteristics::{Backward, Characteristic, Operation, Spec};
 
-/// Least size of a Receive that is told or asked for: what a first message may have.
+/// Smallest size of a Receive that is told or asked for: the size that a first message may have.
 pub const RECEIVE_MIN: usize = 1024;
 
 /// What an end of a connection is like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Endpoint {
-    /// Fewest bytes of its Receives.
+    /// Bytes of its shortest Receives.
     pub receive_size: usize,
-    /// Replies to its calls may come with Send with Invalidate.
+    /// Replies to its calls may use Send with Invalidate.
     pub remote_invalidation: bool,
     /// What it takes in the reverse direction.
     pub backward: Backward,
@@ -72,21 +72,21 @@ pub enum Wish {
     Rejected,
 }
 
-/// A message of the extension that is to be sent.
+/// A message of the extension to be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Note {
     /// INIT_XCHAR: what we are like.
     Init,
     /// REQ_XCHAR for one characteristic, or for none.
     Request(Option<Characteristic>),
-    /// UPD_XCHAR, and whether a request of the peer is settled by it.
+    /// UPD_XCHAR, and whether it settles a request of the peer.
     Update(Characteristic, bool),
 }
 
 /// The answer to a REQ_XCHAR: places done, rejected and pending.
 pub type Response = (u32, u32, u32);
 
-/// See the first page of this file.
+/// See the top of this file.
 pub struct Characteristics {
     own: Endpoint,
     peer: Endpoint,
@@ -94,17 +94,17 @@ pub struct Characteristics {
     told: bool,
     /// Whether the peer knows the extension; `None` before it has shown that.
     known: Option<bool>,
-    /// How often the peer has said something of itself.
+    /// How often the peer has said something about itself.
     updates: u32,
-    /// Receives that the device holds, oldest first: runs of so many of so many bytes.
+    /// Receives that the device holds, oldest first, as runs: the size in bytes, and how many.
     receives: VecDeque<(usize, u32)>,
     /// Bytes of the Receives that we post.
     goal: usize,
     /// Largest Receives that we may agree to.
     most: usize,
-    /// A request of the peer for the size of our Receives is pending.
+    /// A request of the peer to change the size of our Receives is pending.
     owed: bool,
-    /// What we take in the reverse direction by now.
+    /// What we now take in the reverse direction.
     backward: Backward,
     /// Our latest request, and what became of it.
     wish: Option<(Characteristic, Wish)>,
@@ -115,7 +115,7 @@ pub struct Characteristics {
 }
 
 impl Characteristics {
-    /// At the start: what we would tell, Receives of `goal` bytes, and what the peer is taken to be.
+    /// At the start: what we would tell, what the peer is taken to be, and Receives of `goal` bytes.
     pub fn new(own: Endpoint, peer: Endpoint, goal: usize, most: usize) -> Characteristics {
         let most = most.max(goal);
         Characteristics {
@@ -150,7 +150,7 @@ impl Characteristics {
         self.known
     }
 
-    /// How often the peer has said something of itself.
+    /// How often the peer has said something about itself.
     pub fn updates(&self) -> u32 {
         self.updates
     }
@@ -162,8 +162,8 @@ impl Characteristics {
 
     /// Longest Send that the peer takes.
     ///
-    /// Section 3.1: who asks for a smaller size keeps to it from the moment of asking, until it is rejected or no longer
-    /// pending.
+    /// Section 3.1: an end that asks for a smaller size keeps to it from the moment of asking, until the request is rejected or
+    /// no longer pending.
     pub fn send_limit(&self) -> usize {
         match self.wish {
             Some((Characteristic::ReceiveSize(bytes), Wish::Asked | Wish::Pending)) if self.was_sent() => {
@@ -173,7 +173,7 @@ impl Characteristics {
         }
     }
 
-    /// Whether the latest wish has left.
+    /// Whether the latest wish has been sent.
     fn was_sent(&self) -> bool {
         match self.wish {
             Some((what, Wish::Asked)) => self.request.is_some_and(|(.., asked)| asked == Some(what)),
@@ -192,7 +192,7 @@ impl Characteristics {
         }
     }
 
-    /// The same, if they are all as long as what is posted from now on.
+    /// The same, if all of them have the size that is posted from now on.
     pub fn held_alike(&self) -> Option<u32> {
         match self.receives.front() {
             Some((bytes, count)) if self.receives.len() == 1 && *bytes == self.goal => Some(*count),
@@ -224,7 +224,7 @@ impl Characteristics {
         }
     }
 
-    /// The device gave so many Receives back, the newest ones.
+    /// The device gave back the newest `count` Receives.
     pub fn withdrawn(&mut self, mut count: u32) {
         while count > 0
             && let Some((_, last)) = self.receives.back_mut()
@@ -237,17 +237,18 @@ impl Characteristics {
         }
     }
 
-    /// Fewest bytes of a Receive that the peer may meet.
+    /// Bytes of the shortest Receive that a message of the peer may meet.
     fn shortest(&self) -> usize {
         self.receives.iter().map(|(bytes, _)| *bytes).fold(self.goal, usize::min)
     }
 
-    /// Whether Receives of less than the goal are on the device.
+    /// Whether the device holds Receives shorter than the goal.
     pub fn lags(&self) -> bool {
         self.shortest() < self.goal
     }
 
-    /// Posts longer Receives from now on. False when they would be shorter than what was told, or longer than may be.
+    /// Posts Receives of `bytes` bytes from now on. Returns false when they would be shorter than the peer was told, or longer
+    /// than allowed.
     pub fn raise(&mut self, bytes: usize) -> bool {
         let allowed = (self.own.receive_size..=self.most).contains(&bytes);
         if allowed {
@@ -266,7 +267,7 @@ impl Characteristics {
 
     // -------------------------------------------------------------------------------------------------- messages
 
-    /// Wants the peer to have this characteristic. False while another wish is not settled.
+    /// Notes that we want the peer to have this characteristic. Returns false while another wish is not settled.
     pub fn want(&mut self, what: Characteristic) -> bool {
         let free = !matches!(self.wish, Some((_, Wish::Asked | Wish::Pending)));
         if free {
@@ -280,12 +281,12 @@ impl Characteristics {
         self.unfunded.is_some_and(|(own, _)| own == xid) || self.request.is_some_and(|(own, ..)| own == xid)
     }
 
-    /// Whether the peer has not said yet what becomes of our latest request.
+    /// Whether the peer has yet to say what becomes of our latest request.
     pub fn is_asking(&self) -> bool {
         matches!(self.wish, Some((_, Wish::Asked | Wish::Pending)))
     }
 
-    /// What is to be sent now. It counts as sent by `sent`.
+    /// What is to be sent now. [`Self::sent`] then marks it as sent.
     pub fn next(&self) -> Option<Note> {
         if !self.told {
             return Some(Note::Init);
@@ -313,7 +314,7 @@ impl Characteristics {
         }
     }
 
-    /// A note has left as message `xid`, which is the `sequence`th that we sent.
+    /// A note was sent as message `xid`, which is the `sequence`th that we sent.
     pub fn sent(&mut self, note: Note, xid: Xid, sequence: u64) {
         match note {
             Note::Init => {
@@ -333,7 +334,7 @@ impl Characteristics {
         }
     }
 
-    /// What an INIT_XCHAR of ours says, and which places of it will not change.
+    /// What an INIT_XCHAR of ours says, and which of its places will not change.
     pub fn introduction(&self) -> ([Characteristic; 3], u32) {
         let Endpoint { remote_invalidation, backward, .. } = self.own;
         let size = Characteristic::ReceiveSize(self.shortest() as u32);
@@ -341,18 +342,18 @@ impl Characteristics {
         ([size, invalidation, Characteristic::Backward(backward)], 1 << 1)
     }
 
-    /// A reply has come to the `sequence`th message that we sent: those before it were consumed.
+    /// A reply to the `sequence`th message that we sent has arrived: those before it were consumed.
     pub fn replied(&mut self, sequence: u64) {
         if self.unfunded.is_some_and(|(_, own)| own < sequence) {
             self.unfunded = None;
         }
     }
 
-    /// An RDMA2_ERROR has come to message `xid`: the peer does not know it. False when it is none of these.
+    /// An RDMA2_ERROR has arrived for message `xid`: the peer does not know it. Returns false when the message is none of these.
     pub fn refused(&mut self, xid: Xid) -> bool {
         if let Some((_, sequence, what)) = self.request.take_if(|(own, ..)| *own == xid) {
             self.replied(sequence);
-            // Support of REQ_XCHAR is OPTIONAL (section 4): a peer without it does nothing of what it asks for.
+            // Support of REQ_XCHAR is OPTIONAL (section 4): a peer without it does none of what is asked for.
             self.settle(what, Wish::Rejected);
             return true;
         }
@@ -386,11 +387,11 @@ impl Characteristics {
         self.updates = self.updates.wrapping_add(1);
     }
 
-    /// Takes a message of the extension in. Returns the answer that it needs. `withdraw` has the device give Receives back
+    /// Takes in a message of the extension and returns the answer that it needs. `withdraw` makes the device give Receives back
     /// and counts them.
     ///
     /// # Errors
-    /// A value that makes no sense: nothing of the message counts.
+    /// If a value makes no sense; then nothing in the message counts.
     pub fn handle(
         &mut self,
         xid: Xid,
@@ -459,7 +460,7 @@ impl Characteristics {
         (done, rejected, pending)
     }
 
-    /// The peer wants our Receives to have so many bytes.
+    /// The peer wants our Receives to have `bytes` bytes.
     fn resize(&mut self, bytes: usize, withdraw: &mut dyn FnMut() -> usize) -> Wish {
         if !(RECEIVE_MIN..=self.most).contains(&bytes) {
             return Wish::Rejected;
@@ -470,12 +471,12 @@ impl Characteristics {
             self.owed = true;
             return Wish::Pending;
         }
-        // An earlier request that is pending still is settled by an UPD_XCHAR with this same value.
+        // An earlier request that is still pending is settled by an UPD_XCHAR with this same value.
         self.own.receive_size = bytes;
         Wish::Done
     }
 
-    /// Has the device give back Receives that are too short.
+    /// Makes the device give back Receives that are too short.
     pub fn renew(&mut self, withdraw: &mut dyn FnMut() -> usize) {
         if self.lags() {
             let count = withdraw();

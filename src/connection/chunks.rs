@@ -1,12 +1,12 @@
 //! The plan of a message, and its inverse.
 //!
-//! A sender asks here how a message travels: inline in one Send; with eligible items taken out of it, which travel in
-//! chunks of their own (RFC 8166 §3.4, "reduced"); or moved by RDMA itself because what is left does not fit (§3.5,
-//! "Long" messages). A receiver of a Call asks here which RDMA Reads make the message whole, and gets the pieces in stream
-//! order once they are done; a receiver of a Reply puts what came in Write chunks back into its place.
+//! A sender asks here how a message travels: inline in one Send; with eligible items taken out of it, to travel in chunks of
+//! their own (RFC 8166 §3.4, "reduced"); or moved by RDMA itself because what is left does not fit (§3.5, "Long" messages). A
+//! receiver of a Call asks here which RDMA Reads make the message whole, and gets the pieces in stream order once they are done;
+//! a receiver of a Reply puts what came in Write chunks back into its place.
 //!
-//! Sizes count the transport header too: what must fit the inline threshold is header and message together. Which items
-//! are eligible is told by the caller (`binding`). RFC 8166 §3.4, §3.5 and §4.3 are the text to read first.
+//! Sizes count the transport header too: header and message together must fit the inline threshold. The caller says which items
+//! are eligible (`binding`). Read RFC 8166 §3.4, §3.5 and §4.3 first.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -33,7 +33,7 @@ pub const CHUNKS_MAX: usize = 16;
 /// more than so short a copy.
 const PIECE_MIN: usize = 8 << 10;
 
-/// A header without chunks, bytes.
+/// Bytes of a header without chunks.
 pub fn header_min(version: u32) -> usize {
     header_len(version, &Lists::default())
 }
@@ -45,23 +45,23 @@ const SEGMENT: usize = 16;
 /// Bytes that a Reply chunk of one segment adds to a header.
 pub const REPLY_CHUNK: usize = 4 + SEGMENT;
 
-/// What a Call needs, beside its bytes.
+/// What a Call needs besides its bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Needs<'a> {
     /// Eligible arguments, in stream order.
     pub items: &'a [Item],
     /// Most bytes of each eligible result.
     pub results: &'a [usize],
-    /// Most bytes of the reply, from its XID on, nothing reduced.
+    /// Most bytes of the reply, from its XID on, with nothing reduced.
     pub max_reply: usize,
-    /// The responder is known to put eligible results into Write chunks; else there must be another way for them too.
+    /// The responder is known to put eligible results into Write chunks; otherwise there must be another way for them too.
     pub reduces: bool,
 }
 
 /// What connection, device and peer allow.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Of the header.
+    /// Version of the header.
     pub version: u32,
     /// Largest Send that the peer takes, bytes.
     pub send: usize,
@@ -69,7 +69,7 @@ pub struct Limits {
     pub receive: usize,
     /// Largest segment that our device exposes, bytes.
     pub max_segment: usize,
-    /// More than one normal Read chunk, one beside a Position-Zero Read chunk, and more than one Write chunk. Linux
+    /// Allows more than one normal Read chunk, one beside a Position-Zero Read chunk, and more than one Write chunk. Linux
     /// servers refuse or corrupt such Calls, and RFC 8267 §4.3 asks no server to accept them.
     pub many: bool,
 }
@@ -79,7 +79,7 @@ pub struct Limits {
 pub struct CallPlan {
     /// Items that travel in Read chunks of their own, in stream order.
     pub reduced: Vec<Item>,
-    /// What is left of the message travels in a Position-Zero Read chunk; else it follows the header.
+    /// What is left of the message travels in a Position-Zero Read chunk; otherwise it follows the header.
     pub long: bool,
     /// Bytes of each Write chunk that is offered.
     pub writes: Vec<usize>,
@@ -160,7 +160,7 @@ fn plan_reply_room(needs: Needs<'_>, limits: Limits) -> Result<(CallPlan, usize)
     let mut placed = 0usize;
     for (at, most) in needs.results.iter().enumerate().take(if many { CHUNKS_MAX } else { 1 }) {
         // RFC 8166 §4.3.2.2: "the Requester MUST provision each Write chunk so it can be filled with the largest
-        // DDP-eligible data item that can be placed in it": a result that does not exist leaves its chunk to those behind.
+        // DDP-eligible data item that can be placed in it": a result that does not exist leaves its chunk to those after it.
         let largest = needs.results[at..].iter().max().copied().unwrap_or(0);
         let Ok(n) = segments(largest, max_segment, "result") else { break };
         header += 8 + SEGMENT * n;
@@ -185,8 +185,8 @@ fn without_pad(item: &Item, total: usize) -> Range<usize> {
     item.position..item.position.saturating_add(item.length).next_multiple_of(4).min(total)
 }
 
-/// The items of which a message of `total` bytes has all bytes. It ends inside the last one where a binding is wrong about its
-/// program, or where an xdrproc puts a count and not so many bytes.
+/// The items that a message of `total` bytes contains in full. It ends inside an item where a binding is wrong about its program,
+/// or where an xdrproc encodes a count but fewer bytes.
 fn there(items: &[Item], total: usize) -> &[Item] {
     &items[..items.partition_point(|item| item.range().end <= total)]
 }
@@ -210,7 +210,7 @@ pub fn rest_of(total: usize, reduced: &[Item]) -> Ranges {
     rest
 }
 
-/// Segments that the ranges of a message make.
+/// Segments that the ranges of a message need.
 fn pieces(message: &Message, ranges: &[Range<usize>], max_segment: usize) -> usize {
     let cut = |len: usize| len.div_ceil(max_segment.max(1));
     ranges.iter().flat_map(|range| message.pieces(range.clone())).map(cut).sum()
@@ -229,18 +229,18 @@ fn segments(bytes: usize, max_segment: usize, what: &str) -> Result<usize, Error
     Ok(n.max(1))
 }
 
-/// The ranges into which `len` bytes are cut for `n` segments of at most `max_segment` bytes.
+/// Offsets and lengths of the parts into which `len` bytes are cut for segments of at most `max_segment` bytes.
 pub fn cut(len: usize, max_segment: usize) -> impl Iterator<Item = (usize, usize)> {
     let max = max_segment.max(1);
     (0..len).step_by(max).map(move |at| (at, (len - at).min(max)))
 }
 
-/// One RDMA Write: ranges of the message, one behind the other, go to `to`.
+/// One RDMA Write: ranges of the message go, one after the other, to `to`.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Push {
     /// Ranges of the stream.
     pub from: Vec<Range<usize>>,
-    /// Where to, and how many bytes.
+    /// The destination, and how many bytes.
     pub to: Segment,
 }
 
@@ -259,9 +259,9 @@ pub struct ReplyPlan {
 
 /// Chooses how a reply travels to a requester that offered `writes` and `reply` in its Call.
 ///
-/// `version` is that of the Call. `items` are the eligible results in the message, in stream order; `send` is the largest Send
-/// that the requester takes, `max_transfer` the most that our device moves by one Write; in bytes. Lent parts that go inline
-/// are copied in.
+/// `version` is that of the Call. `items` are the eligible results in the message, in stream order. `send` is the largest Send
+/// that the requester takes and `max_transfer` the most that our device moves by one Write, both in bytes. Lent parts that go
+/// inline are copied in.
 ///
 /// # Errors
 /// `TooLong`, naming both sizes, when an item does not fit its Write chunk, or the rest fits neither inline nor into the
@@ -368,7 +368,7 @@ fn fill(offered: &[Segment], ranges: &[Range<usize>], max: usize, pushes: &mut V
     returned
 }
 
-/// Adds the Writes of one range into a segment, from byte `at` of it on; short ranges join the Write before them.
+/// Adds the Writes of one range into a segment, from its byte `at` on; short ranges join the Write before them.
 fn push(segment: &Segment, at: usize, range: Range<usize>, max: usize, pushes: &mut Vec<Push>) {
     if at > 0
         && let Some(last) = pushes.last_mut()
@@ -418,8 +418,8 @@ impl Assembly {
         inline: usize,
         limit: usize,
     ) -> Result<(Assembly, Vec<Pull>), Error> {
-        // RFC 8166 §3.4.5: "The Responder reconstructs the transferred chunk data by concatenating the contents of
-        // each RDMA segment, in list order": the sort is stable.
+        // RFC 8166 §3.4.5: "The Responder reconstructs the transferred chunk data by concatenating the contents of each RDMA
+        // segment, in list order": hence a stable sort.
         let mut segments: Vec<ReadSegment> = reads.collect();
         segments.sort_by_key(|s| s.position);
         let mut chunks: Vec<(usize, usize, usize)> = Vec::new();
@@ -453,7 +453,7 @@ impl Assembly {
         Ok((assembly, pulls))
     }
 
-    /// Whether every chunk finds its place in the stream.
+    /// Checks that every chunk has a place in the stream.
     fn check(&self, inline: usize) -> Result<(), Error> {
         let bad = |what: &'static str| Err(Error::new(Kind::Peer, what));
         let (base, rest) = match self.chunks.split_first() {
@@ -528,15 +528,15 @@ impl Assembly {
 pub struct Area {
     /// The memory.
     pub sink: Sink,
-    /// Whether the responder may write it still when its handles are not valid any more.
+    /// Whether the responder may still write it when its handles are no longer valid.
     pub open: bool,
-    /// The segments offered, with their places in it: nearly always one.
+    /// The segments offered, with their offsets in the memory: nearly always one.
     pub offered: SmallVec<[(Segment, usize); 1]>,
 }
 
 impl Area {
-    /// The bytes in it, in stream order: `returned` holds the lengths that the responder wrote. No segment at all stands
-    /// for an unused chunk. The handles must not be valid any more.
+    /// The bytes in it, in stream order: `returned` holds the lengths that the responder wrote. No segment at all stands for an
+    /// unused chunk. The handles must no longer be valid.
     ///
     /// # Errors
     /// `Peer` when the responder returned other segments than were offered, or more bytes than they have.
@@ -565,7 +565,7 @@ impl Area {
             return Err(bad("the reply returns fewer segments than were offered"));
         }
         if self.open {
-            // RFC 8166 §8.1.3: what the program looks at, the peer can change no more.
+            // RFC 8166 §8.1.3: the peer can no longer change what the program looks at.
             let copied: usize = ranges.iter().map(|(_, len)| len).sum();
             stats::add(Counter::BytesCopied, copied as u64);
             return ranges.into_iter().map(|(at, len)| Ok(self.sink.copy(at, len)?)).collect();
@@ -673,7 +673,7 @@ mod tests {
 
     #[test]
     fn reply_over_inline_threshold_offers_a_reply_chunk_whose_header_counts() {
-        // The Reply chunk needs a count and one segment: 20 bytes more of header push the call out.
+        // The Reply chunk needs a count and one segment: with 20 bytes more of header the call does not fit inline.
         let plan = call(&mut message(4096 - 28, &[]), needs(4096 - 27), LIMITS);
         assert_eq!(plan, CallPlan { long: true, reply: 4069, ..CallPlan::default() });
         let plan = call(&mut message(4096 - 48, &[]), needs(4096 - 27), LIMITS);
@@ -738,7 +738,7 @@ mod tests {
         let mut long = message(12 * 20_000, &lent);
         let plan = call(&mut long, needs(100), LIMITS);
         assert!(plan.long && plan.reduced.is_empty());
-        // The short one, then the shortest of the long ones: each is a segment of its own and parts its neighbours.
+        // The short one, then the shortest of the long ones: each is a segment of its own and separates its neighbours.
         assert_eq!(plan.copied, 8191 + 10_000 + 10_004 + 10_008 + 10_012 + 10_016);
         assert_eq!(long.lent().count(), 7);
         assert!(long.pieces(0..long.len()).count() <= SEGMENTS_MAX);
@@ -755,10 +755,10 @@ mod tests {
         assert_eq!(call(&mut message(100, &[]), all, LIMITS).reply, 20_000 - 8196);
         let plan = call(&mut message(100, &[]), all, MANY);
         assert_eq!((plan.writes, plan.reply), (vec![8193, 5000], 20_000 - 8196 - 5000));
-        // rule 83: the second result lies in the first chunk if there is no first one.
+        // rule 83: the second result goes into the first chunk if there is no first result.
         let plan = call(&mut message(100, &[]), Needs { results: &[5000, 8193], ..all }, MANY);
         assert_eq!((plan.writes, plan.reply), (vec![8193, 8193], 20_000 - 8196 - 5000));
-        // A responder that perhaps knows no binding gets room for all of it.
+        // A responder that may not know the binding gets room for all of it.
         let plan = call(&mut message(100, &[]), Needs { reduces: false, ..all }, LIMITS);
         assert_eq!((plan.writes, plan.reply), (vec![8193], 20_000));
         // All of the reply fits inline.

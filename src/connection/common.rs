@@ -22,13 +22,13 @@ use crate::wire::lists::Lists;
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Segment, Xid, v1, v2};
 
-/// What both ends have said of themselves for Version One (RFC 8797): it lasts as long as the connection.
+/// What both ends have said about themselves for Version One (RFC 8797): it lasts as long as the connection.
 pub(super) struct VersionOne {
-    /// Largest Send that the peer takes, which is the call inline threshold of a client, the reply threshold of a server.
+    /// Largest Send that the peer takes: the call inline threshold of a client, the reply threshold of a server.
     pub(super) send: usize,
     /// Largest Send that the peer makes.
     pub(super) receive: usize,
-    /// Replies may invalidate a handle of the requester, for both ends have said so.
+    /// Replies may invalidate a handle of the requester, because both ends have said so.
     invalidate: bool,
 }
 
@@ -94,15 +94,15 @@ impl Common {
         }
     }
 
-    /// Bytes of the Receive that replaces the one which a message has just consumed, if no other is missing and all are of one
-    /// length; else it is for `replenish` to see to. `working` as there.
+    /// Bytes of the Receive that replaces the one that a message has just consumed, if no other is missing and all have the same
+    /// length; otherwise `replenish` must see to it. `working` is as there.
     pub(super) fn next_receive(&self, working: usize) -> Option<usize> {
         let wanted = self.window.receives() + receive_margin(self.settings.versions);
         let held = self.characteristics.held_alike()?;
         (held as usize == (wanted as usize).saturating_sub(working)).then(|| self.characteristics.goal())
     }
 
-    /// Inline thresholds in bytes: of our Sends, of the peer's Sends. Of the first message, until a version is agreed.
+    /// Inline thresholds in bytes: of our Sends and of the peer's. Until a version is agreed, those of the first message.
     pub(super) fn thresholds(&self) -> (usize, usize) {
         match self.version() {
             Some(v1::VERSION) => (self.one.send, self.one.receive),
@@ -116,7 +116,7 @@ impl Common {
         self.life.version()
     }
 
-    /// What the peer is like: as it has said, or what Version One tells of it.
+    /// What the peer is like: as it has said itself, or as Version One tells.
     pub(super) fn peer(&self) -> Endpoint {
         let told = |receive_size, remote_invalidation| Endpoint {
             receive_size,
@@ -140,12 +140,12 @@ impl Common {
         if version == v1::VERSION {
             return self.one.invalidate;
         }
-        // The draft of the characteristics, section 3.2: "false" allows plain Sends only. Ours tells what our own device can
-        // do. Which handle it may be is not said: one that the Call itself names, as in RFC 8797.
+        // The draft of the characteristics, section 3.2: "false" allows plain Sends only. Our own value tells what our device can
+        // do. The draft does not say which handle it may be: one that the Call itself names, as in RFC 8797.
         self.settings.remote_invalidation && self.characteristics.peer().remote_invalidation
     }
 
-    /// A Send of the header of a Call or Reply, and of ranges of its message.
+    /// The Send of the header of a Call or Reply, and of ranges of its message.
     pub(super) fn gather(
         &self,
         (version, xid): (u32, Xid),
@@ -163,7 +163,7 @@ impl Common {
         Ok(gather?)
     }
 
-    /// The same of all of a message whose header has no more than a Reply chunk of one segment, as nearly every short one.
+    /// The same for all of a message whose header has no more than a Reply chunk of one segment, like nearly every short one.
     pub(super) fn gather_plain(
         &self,
         (version, xid): (u32, Xid),

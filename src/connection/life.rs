@@ -5,29 +5,29 @@ use crate::error::Error;
 
 /// Where a connection is in its life.
 pub(super) struct Life {
-    /// What our calls are made in, once that is agreed.
+    /// The version of our calls, once that is agreed.
     version: Option<u32>,
     stage: Stage,
 }
 
-// Asked for several times a message: a byte of its own tells which it is.
+// Read several times per message, so a byte of its own tells the variant.
 #[repr(u8)]
 enum Stage {
-    /// It is not known what our calls are made in. A client waits for the answer to its first message, an INIT_XCHAR of
-    /// Version Two; a server, for the first message of the client.
+    /// The version of our calls is not known yet. A client waits for the answer to its first message, an INIT_XCHAR of Version
+    /// Two; a server, for the first message of the client.
     Negotiating,
-    /// Our offer of Version Two was refused, and nobody has said yet that no more has come.
+    /// Our offer of Version Two was refused, and the driver has not said yet that nothing more has arrived.
     Refused,
     /// Calls go out.
     Open,
     /// [`super::Output::Close`] is out: nothing more is transmitted.
     Closing,
-    /// The driver has told that the connection is gone, and why; every later command fails with it.
+    /// The driver has reported that the connection is gone, and why; every later command fails with that error.
     Closed(Error),
 }
 
 impl Life {
-    /// The beginning. `version`: of our calls, if that is not to be agreed on.
+    /// The beginning. `version`: that of our calls, if it is not to be agreed on.
     pub(super) fn new(version: Option<u32>) -> Life {
         let stage = if version.is_some() { Stage::Open } else { Stage::Negotiating };
         Life { version, stage }
@@ -63,7 +63,7 @@ impl Life {
         !matches!(self.stage, Stage::Closing | Stage::Closed(_))
     }
 
-    /// The end is asked for. False when it was before.
+    /// Asks for the end. Returns false when it was asked for before.
     pub(super) fn close(&mut self) -> bool {
         let open = self.is_open();
         if open {

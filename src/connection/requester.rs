@@ -21,62 +21,62 @@ use crate::wire::header::{Body, Direction, Header, Plain, Proc, RdmaError};
 use crate::wire::lists::{ChunkLists, Lists};
 use crate::wire::{Handle, Position, ReadSegment, Segment, Xid, v1};
 
-/// How much one-way calls whose credit was given back may keep exposed, in calls and in bytes; one of them always may.
+/// How much one-way calls whose credit was given back may keep exposed, in calls and in bytes; one such call always may.
 pub(super) const PAST_MAX: usize = 64;
 const PAST_BYTES: usize = 16 << 20;
 
-/// Replies after which they are taken for read, where the device cannot tell.
+/// Number of replies after which their chunks are taken to have been read, where the device cannot tell.
 pub(super) const PAST_REPLIES: u64 = 32;
 
 /// The calls of this end.
 #[derive(Default)]
 pub(super) struct Requester {
-    /// Messages transmitted so far that are no replies: orders them, so that a reply tells which earlier ones the peer has
+    /// Messages other than replies transmitted so far: this orders them, so that a reply tells which earlier ones the peer has
     /// consumed.
     transmitted: u64,
     calls: Table,
     /// Calls without a credit, or without room for their reply, oldest first.
     waiting: VecDeque<Xid>,
-    /// Some of them have a credit, and lack room.
+    /// Some of these have a credit, but lack room.
     crowded: bool,
     /// One-way calls that have given their credit back, oldest first: the peer may still read what they expose.
     past: VecDeque<Past>,
     /// Replies so far.
     replies: u64,
     shown: Shown,
-    /// Of a call that has ended, empty: for the next one.
+    /// Chunks of a call that has ended, emptied for the next one.
     spare: Option<Box<Chunks>>,
     /// Bytes of Read chunks of calls that were answered, and of the chunks that their replies returned.
     placed: u64,
 }
 
-/// By program and version: what the peer has shown of bindings that are not standardised.
+/// By program and version: what the peer's replies have shown about nonstandard bindings.
 type Shown = FxHashMap<(u32, u32), Knowledge>;
 
-/// What a peer has shown of a binding.
+/// What a peer's replies have shown about a binding.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Knowledge {
     /// It puts eligible results into Write chunks.
     Known,
-    /// It left one out of its Write chunk, or refused the chunks of a Call.
+    /// It left an eligible result out of its Write chunk, or refused the chunks of a Call.
     Unknown,
 }
 
-/// A call under way. Nearly every one goes at once, and without chunks: what others have beside lies apart.
+/// A call under way. Nearly every one is sent at once and without chunks: what the others need besides is boxed.
 struct Outstanding {
     fate: Fate,
     /// Place in the order of transmission; `None` while it waits for a credit.
     sequence: Option<u64>,
-    /// In which it was transmitted.
+    /// The version in which it was transmitted.
     version: u32,
     bound: Option<Bound>,
-    /// What it is, until it is transmitted, where that was not at once.
+    /// The call itself until it is transmitted, if that was not at once.
     waiting: Option<Box<Held>>,
-    /// What its header names, if that is something.
+    /// What its header names, if anything.
     chunks: Option<Box<Chunks>>,
 }
 
-/// Calls by their XIDs. Nearly always there is one: the latest lies beside the table of the others.
+/// Calls by their XIDs. Nearly always there is one, so the latest is kept beside the hash table of the others.
 #[derive(Default)]
 struct Table {
     latest: Option<(Xid, Outstanding)>,
@@ -92,7 +92,7 @@ impl Table {
         self.latest.is_none() && self.others.is_empty()
     }
 
-    /// Room for one more, whichever goes to the table then.
+    /// Makes room for one more, whichever call goes to the table then.
     fn try_reserve(&mut self) -> Result<(), TryReserveError> {
         match self.latest {
             Some(_) => self.others.try_reserve(1),
@@ -100,7 +100,7 @@ impl Table {
         }
     }
 
-    /// One that is not there yet.
+    /// Adds a call that is not there yet.
     fn insert(&mut self, xid: Xid, call: Outstanding) {
         if let Some((before, call)) = self.latest.replace((xid, call)) {
             self.others.insert(before, call);
@@ -157,7 +157,7 @@ impl Table {
 struct Held {
     message: Message,
     expect: Expect,
-    /// Bytes of Reply chunks that there was no room for, when that was tried last.
+    /// Bytes of Reply and Write chunks for which there was no room when last tried.
     lacks: usize,
 }
 
@@ -175,7 +175,7 @@ struct Chunks {
 struct Past {
     xid: Xid,
     handles: Handles,
-    /// Bytes behind them: copies of our own.
+    /// Bytes behind the handles: copies of our own.
     bytes: usize,
     /// [`Requester::replies`] when the credit was given back.
     since: u64,
@@ -186,11 +186,11 @@ struct Bound {
     program: u32,
     version: u32,
     binding: Binding,
-    /// The longest reply was told by it, and not by the caller.
+    /// The maximum reply length comes from the binding, not from the caller.
     bounds: bool,
 }
 
-/// What has come of an attempt to transmit a call.
+/// The result of an attempt to transmit a call.
 enum Attempt {
     Sent(Regions),
     Held(Box<Held>),
@@ -214,7 +214,7 @@ impl Requester {
         self.calls.is_empty()
     }
 
-    /// Whether a reply is waited for, or a credit.
+    /// Whether anyone waits for a reply or a credit.
     pub(super) fn is_awaiting(&self) -> bool {
         self.has_waiting() || self.calls.iter().any(|(_, call)| call.fate == Fate::Awaited)
     }
@@ -229,7 +229,7 @@ impl Requester {
         self.crowded
     }
 
-    /// The place of one more message that is no reply in the order of transmission.
+    /// The place in the order of transmission of one more message that is not a reply.
     pub(super) fn next_sequence(&mut self) -> u64 {
         self.transmitted += 1;
         self.transmitted
@@ -250,7 +250,7 @@ impl Requester {
         self.calls.get(xid).is_some() || self.past.iter().any(|call| call.xid == xid)
     }
 
-    /// Takes the calls back that wait for a credit: for another connection.
+    /// Takes back the calls that wait for a credit, for another connection.
     pub(super) fn take_waiting(&mut self) -> Vec<(Xid, Message, Expect)> {
         let waiting = std::mem::take(&mut self.waiting);
         let mut taken = Vec::with_capacity(waiting.len());
@@ -262,7 +262,7 @@ impl Requester {
         taken
     }
 
-    /// Why a call waits for room, if it does and has a credit.
+    /// Why a call that has a credit waits for room, if it does.
     pub(super) fn lacks_room(&self, xid: Xid, common: &Common) -> Option<String> {
         let lacks = self.calls.get(xid)?.lacks();
         (lacks > 0 && common.credits_left() > 0)
@@ -274,8 +274,8 @@ impl Requester {
         self.calls.get(xid).is_some_and(|c| c.sequence.is_some())
     }
 
-    /// Transmits a call at once, as nearly every short one can be: nothing has to be planned, nobody waits before it, and a
-    /// reply is expected. Does what `call` comes to then, but hands the Send out.
+    /// Transmits a call at once, as nearly every short one can be: nothing has to be planned, no other call waits before it, and
+    /// a reply is expected. Does what `call` would do, but returns the Send.
     pub(super) fn start(
         &mut self,
         xid: Xid,
@@ -315,9 +315,9 @@ impl Requester {
         }
     }
 
-    /// Room for one more call, and for the ends of all.
+    /// Makes room for one more call, and for the ends of all calls.
     fn make_room(&mut self, common: &mut Common) -> bool {
-        // Longer than what the reserve of memory has, with many calls. When the connection ends, all of them do at once.
+        // With many calls this takes more memory than the reserve has. When the connection ends, all calls end at once.
         let all = self.calls.len() + 1;
         self.calls.try_reserve().and_then(|()| common.output.try_reserve(all)).is_ok()
     }
@@ -346,7 +346,7 @@ impl Requester {
         }
         let fate = if matches!(expect, Expect::Nothing) { Fate::OneWay } else { Fate::Awaited };
         let mut call = Outstanding::new(fate);
-        // Nearly always there is a credit, and nobody waits for one: it goes at once.
+        // Nearly always there is a credit, and no other call waits for one: this one goes at once.
         let first = self.waiting.is_empty() && common.credits_left() > 0 && common.life.is_open();
         self.crowded &= !first;
         let held = match first {
@@ -386,11 +386,11 @@ impl Requester {
             self.calls.remove(xid);
             self.waiting.retain(|w| *w != xid);
         } else if call.fate == Fate::Awaited {
-            // Its credit stays with it. RFC 8166 §8.1.4 has a requester "keep the number of concurrent RPC transactions
-            // at or under the number of credits granted per connection", and at the responder this one still is one.
+            // Its credit stays with it. RFC 8166 §8.1.4 has a requester "keep the number of concurrent RPC transactions at or
+            // under the number of credits granted per connection", and at the responder this call still is one.
             call.fate = Fate::Orphan;
             common.window.abandon();
-            // What the device cannot let go of is bounded by the credits, and takes no room of other calls.
+            // What the device cannot let go of is bounded by the credits, and takes no room from other calls.
             let Some(chunks) = &mut call.chunks else { return };
             chunks.writes.iter().chain(&chunks.reply).for_each(|area| area.sink.uncount());
             (chunks.writes, chunks.reply) = (Vec::new(), None);
@@ -402,7 +402,7 @@ impl Requester {
         }
     }
 
-    /// Transmits what has waited, as far as credits and room allow.
+    /// Transmits calls that have waited, as far as credits and room allow.
     #[inline]
     pub(super) fn transmit_waiting(
         &mut self,
@@ -452,9 +452,9 @@ impl Requester {
         }
     }
 
-    /// Ends a call without chunks, or of which the Reply chunk was not used, that a plain reply of Version One answers, when nothing
-    /// else comes of it, as nearly always: what `handle_reply` and `transmit_waiting` come to then. False otherwise, and
-    /// nothing has changed. `invalidated`: the handle of ours that came with it.
+    /// Ends a call that a plain reply of Version One answers, if it has no chunks or its Reply chunk was not used, and nothing
+    /// else follows, which is nearly always so. Does what `handle_reply` and `transmit_waiting` would do. Otherwise returns
+    /// false, and nothing has changed. `invalidated`: the handle of ours that the reply invalidated.
     pub(super) fn take_reply(
         &mut self,
         reply: &Plain<'_>,
@@ -489,7 +489,7 @@ impl Requester {
         true
     }
 
-    /// A message that is no Call has come.
+    /// A message other than a Call has arrived.
     pub(super) fn handle_reply(
         &mut self,
         message: &Region,
@@ -499,7 +499,7 @@ impl Requester {
     ) {
         let xid = header.xid;
         let Some(call) = self.calls.get(xid) else {
-            // An answer to a call that asked for none: it is done with.
+            // An answer to a call that asked for none: that call is over.
             if let Some(at) = self.past.iter().position(|call| call.xid == xid)
                 && let Some(mut call) = self.past.remove(at)
             {
@@ -507,7 +507,7 @@ impl Requester {
             }
             return;
         };
-        // Every call is answered in the version that it was made in, but an error may come in any.
+        // Every call is answered in the version that it was made in, but an error may come in any version.
         let answers = call.version == header.version || matches!(header.body, Body::Error(_));
         if call.sequence.is_none() || !answers {
             return;
@@ -545,7 +545,7 @@ impl Requester {
         let Some(mut call) = self.calls.remove(xid) else { return };
         if outcome.is_ok() {
             // RFC 8167 §4.1: "it is not possible for the receiver to tell with certainty whether the header credit value is a
-            // request or grant. In such cases, the receiver MUST ignore the header's credit value.": so it is for an error.
+            // request or grant. In such cases, the receiver MUST ignore the header's credit value." An error is such a case.
             common.window.set_granted(header.credits);
         }
         common.window.give_back(call.fate != Fate::Awaited);
@@ -559,7 +559,7 @@ impl Requester {
             Ok((None, lists)) => in_outbox(lists, registrar),
             _ => None,
         };
-        // What nobody waits for is taken, as far as the peer is concerned.
+        // A reply that nobody waits for counts as taken, as far as the peer is concerned.
         if call.fate == Fate::Awaited {
             let outcome = match outcome {
                 Ok((inline, lists)) => match beside {
@@ -637,7 +637,7 @@ impl Requester {
             let text = "the reply has a result outside of the Write chunk that was there for it";
             return Err(Error::new(Kind::Peer, text));
         }
-        // A binding that is not a standard may be known at our end only. The data is here, whichever way it came.
+        // A nonstandard binding may be known at our end only. The data has arrived, whichever way it came.
         if self.shown.insert((*program, *version), Knowledge::Unknown) != Some(Knowledge::Unknown) {
             log_warn!(
                 "program {program} version {version}: the server has no binding for it; its results come without Write chunks"
@@ -646,10 +646,10 @@ impl Requester {
         Ok(())
     }
 
-    /// The reply to call `sequence` has come: the responder is past the one-way calls before it.
+    /// The reply to call `sequence` has arrived: the responder is past the one-way calls before it.
     ///
-    /// Nothing else tells that a call without reply is done, so its credit is free. But a responder that serves several
-    /// requests at a time (Linux) may still pull its Read chunks: they stay exposed until that is known to be done.
+    /// Nothing else tells that a call without a reply is done, so this frees its credit. But a responder that serves several
+    /// requests at a time (Linux) may still be pulling its Read chunks: they stay exposed until that is known to be done.
     fn give_back(&mut self, sequence: u64, common: &mut Common, registrar: &mut (impl Registrar + ?Sized)) {
         self.replies += 1;
         if !self.past.is_empty() {
@@ -681,7 +681,7 @@ impl Requester {
         }
     }
 
-    /// Ends the exposures of one-way calls that are read by now, or old enough where the device cannot tell.
+    /// Ends the exposures of one-way calls that have been read by now, or are old enough where the device cannot tell.
     fn forget_past(&mut self, common: &mut Common, registrar: &mut (impl Registrar + ?Sized)) {
         let now = self.replies;
         for mut call in std::mem::take(&mut self.past) {
@@ -694,7 +694,7 @@ impl Requester {
         }
     }
 
-    /// Whether `bytes` more may stay exposed without a credit. `ends_oldest`: the oldest give way to it.
+    /// Whether `bytes` more may stay exposed without a credit. `ends_oldest`: the oldest exposures end to make room.
     fn makes_room(
         &mut self,
         bytes: usize,
@@ -750,7 +750,7 @@ impl Requester {
                 };
                 if let Some(room) = room {
                     text += &format!("; its reply probably exceeds {room}");
-                    // Who made the room so small can make it larger.
+                    // Tell whoever made the room so small how to make it larger.
                     text += &match call.bound.as_ref().filter(|bound| bound.bounds) {
                         Some(Bound { program, version, .. }) => format!(
                             ", the most that the binding of program {program} version {version} at this end allows for: \
@@ -838,10 +838,10 @@ impl Outstanding {
         }
     }
 
-    /// Transmits a call for which there is a credit; or gives it back where there is no room for its reply: it waits.
+    /// Transmits a call for which there is a credit; or returns it, to wait, where there is no room for its reply.
     ///
     /// # Errors
-    /// It fails, and is over.
+    /// The call fails, and is over.
     fn try_send(
         &mut self,
         xid: Xid,
@@ -880,8 +880,8 @@ impl Outstanding {
         Ok(None)
     }
 
-    /// Bytes of the Reply chunk of a call of which nothing else is to be planned, as nearly every short one of a client: it fits
-    /// inline, nothing was lent, and no binding has a say. 0: the reply fits inline too. `None`: it is for `send_planned`.
+    /// Bytes of the Reply chunk of a call that needs no other planning, like nearly every short call of a client: it fits inline,
+    /// nothing was lent, and no binding has a say. 0: the reply fits inline too. `None`: the call is for `send_planned`.
     fn plain_room(
         &self,
         message: &Message,
@@ -955,7 +955,7 @@ impl Outstanding {
         let pieces = message.freeze();
         let rest = chunks::rest_of(total, &plan.reduced);
 
-        // In place: what fails half-way is released with the call.
+        // Recorded in the call: what was exposed before a failure half-way is released with it.
         let chunks = self.chunks.get_or_insert_default();
         let mut lists = Lists::default();
         let mut expose = |position: usize, source: Region, handles: &mut Handles| -> Result<(), Error> {
@@ -1048,15 +1048,15 @@ impl Outstanding {
                 let text = "the client has told that it takes no calls back (BRS is NONE)";
                 return Err(Error::new(Kind::Peer, text));
             }
-            // The draft would have a requester find out. Short messages are what every Version Two peer takes.
+            // The draft would have a requester find out. Every Version Two peer takes short messages.
             Backward::Unknown | Backward::SizeLimited => false,
             Backward::General => common.settings.reverse_chunks,
         };
         if allowed {
             return chunks::plan_call(message, needs, limits);
         }
-        // RFC 8167 §5.3: "When chunks are not implemented, RPC messages in the reverse direction are always sent using a
-        // Short Message". A reply that does not fit inline is the peer's to refuse.
+        // RFC 8167 §5.3: "When chunks are not implemented, RPC messages in the reverse direction are always sent using a Short
+        // Message". It is for the peer to refuse a reply that does not fit inline.
         let short = chunks::header_min(self.version) + message.len();
         if short > send {
             let text = format!(
@@ -1076,7 +1076,7 @@ impl Chunks {
         self.handles.len() == 1 && self.reply.is_some() && self.writes.is_empty() && self.pulled == 0
     }
 
-    /// Exposes memory for a reply of at most `most` bytes: the segments that its Call offers, as in [`Area`].
+    /// Exposes memory for a reply of at most `most` bytes. Returns the segments that its Call offers, as in [`Area`].
     fn offer_reply(
         &mut self,
         most: usize,
@@ -1115,7 +1115,7 @@ impl Chunks {
     }
 }
 
-/// The reply of which the peer has us take the results when they are decoded, if it is one.
+/// The reply whose results we fetch from the peer when they are decoded, if it is one.
 fn in_outbox(lists: &ChunkLists<'_>, registrar: &mut (impl Registrar + ?Sized)) -> Option<InOutbox> {
     let mut returned = lists.reply()?.iter();
     let segment = returned.next().filter(|_| lists.write_count() == 0)?;
@@ -1142,7 +1142,7 @@ fn too_few_credits(call: &Outstanding, common: &Common) -> Option<Error> {
     Some(Error::new(Kind::NotSent, text))
 }
 
-/// Whether the peer has read all that is behind the handles; `None` when that is not known of one of them.
+/// Whether the peer has read all that is behind the handles; `None` when that is not known for one of them.
 fn read_by_peer(handles: &[Handle], registrar: &(impl Registrar + ?Sized)) -> Option<bool> {
     handles.iter().try_fold(true, |all, handle| Some(registrar.was_read(*handle)? && all))
 }
@@ -1154,13 +1154,13 @@ impl Requester {
         &self.waiting
     }
 
-    /// Whether no Reply chunk is kept where no call has one.
+    /// Whether the spare chunks hold no memory.
     pub(super) fn holds_no_area(&self) -> bool {
         let kept = |chunks: &Chunks| chunks.reply.is_some() || !chunks.writes.is_empty();
         !self.spare.as_deref().is_some_and(kept)
     }
 
-    /// One-way calls without a credit whose memory is exposed still.
+    /// One-way calls without a credit whose memory is still exposed.
     pub(super) fn past(&self) -> usize {
         self.past.len()
     }

@@ -18,27 +18,27 @@ use crate::wire::header::{self, Answer, Body, Direction, Header, Plain, Proc, Rd
 use crate::wire::lists::{Chunk, ChunkLists, Lists};
 use crate::wire::{Handle, Segment, Xid, v1};
 
-/// Most bytes of one RDMA Read: between two of them other messages of the peer get their turn.
+/// Most bytes of one RDMA Read: between two Reads other messages of the peer get their turn.
 const PULL_MAX: usize = 1 << 20;
 
-/// A reply is not shown that is shorter: of all but a page of it the requester takes nothing before it decodes.
+/// Shorter replies are not shown: the requester fetches only a page of a shown reply before it decodes.
 const SHOWN_MIN: usize = 16 << 10;
 
-/// Most Calls under way for which there are Receives beside: as many as there can be threads that serve.
+/// Most Calls under way for which extra Receives are posted: as many as there can be serving threads.
 const PAST_MAX: usize = 1024;
 
-/// Most bytes of RDMA Reads under way: at first, for 1 MiB of arguments and the call's header, and when the peer has answered
-/// such Reads. What a peer leaves unanswered counts as memory that is held.
+/// Most bytes of RDMA Reads under way: at first (1 MiB of arguments and the call's header), and once the peer has answered such
+/// Reads. What a peer leaves unanswered counts as memory held.
 const READS_MIN: usize = PULL_MAX + 4096;
 pub(super) const READS_MAX: usize = 8 << 20;
 
-/// The same of a peer whose Call has waited for memory: by now it may have stopped, as many of those who wait with it, and keeps
-/// no more from others.
+/// The same for a peer whose Call has waited for memory: it may have stopped by now, like many of those that wait with it, and
+/// then it keeps no more than this from others.
 const READS_TRY: u32 = 64 << 10;
 
 /// Names a request that was handed up.
 ///
-/// A later request is greater.
+/// A later request compares greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(u64);
 
@@ -61,7 +61,7 @@ pub enum Fate {
     Waits,
     /// It was answered.
     Answered,
-    /// Too many were deferred after it. Or it was answered: that is not known.
+    /// Too many were deferred after it. Or it was answered: that is no longer known.
     PassedOver,
 }
 
@@ -77,7 +77,7 @@ pub struct Request {
     pub binding: Option<Binding>,
     /// RPCSEC_GSS wraps arguments and results.
     pub wrapped: bool,
-    /// The first argument that came in a Read chunk of its own, as it lies in memory: without pad.
+    /// The first argument that came in a Read chunk of its own, as it lies in memory: without padding.
     pub placed: Option<Region>,
 }
 
@@ -88,21 +88,21 @@ pub(super) struct Responder {
     queue: VecDeque<Pending>,
     /// Handed up, not yet answered or discarded.
     handed: Handed,
-    /// The latest that were deferred: one, until the next one is handed up, or `late` of them.
+    /// The latest deferred requests: one, until the next request is handed up, or `late` of them.
     deferred: BTreeMap<RequestId, Chunks>,
     late: usize,
-    /// The latest of those that had waited longest when there were more.
+    /// The latest request dropped from `deferred`.
     passed_over: Option<RequestId>,
-    /// Another process may answer them too.
+    /// Another process may answer requests too.
     shared: bool,
-    /// The latest that was answered: what came before it the requester may take for done.
+    /// The latest request that was answered: the requester may take those before it for done.
     answered: RequestId,
     /// Bytes of Calls in `queue` that were asked for.
     staged: usize,
-    /// Bytes of each Read under way, in their order, and of all Reads so far.
+    /// Bytes of each Read under way, in order, and of all Reads so far.
     reads: VecDeque<usize>,
     asked: u64,
-    /// Bytes that the peer has shown to send when they are asked for: no more are under way.
+    /// Bytes that the peer has proved to send when asked for them: no more are under way.
     reads_max: usize,
     /// Most bytes that the device moves by one Read or Write; known with the first Call.
     transfer_max: usize,
@@ -110,7 +110,7 @@ pub(super) struct Responder {
     waits: bool,
     /// No Reads of further Calls are started.
     held: bool,
-    /// Reads of a Call begin with a pass; else as soon as they can.
+    /// Reads of a Call begin with a pass; otherwise as soon as they can.
     in_turn: bool,
     /// The next pass.
     pass: Option<Pass>,
@@ -148,7 +148,7 @@ struct Offers {
 }
 
 enum State {
-    /// RDMA Reads bring it. Apart, so that a Call which is whole at once, as most are, does not carry the room for it along.
+    /// RDMA Reads are fetching it. Boxed, so that a Call that is whole at once, as most are, does not carry the space for it.
     Pulling(Box<Pulling>),
     Ready(Whole),
 }
@@ -177,8 +177,8 @@ impl Chunks {
         Chunks { xid, version, binding: None, wrapped: false, offers }
     }
 
-    /// The Reply chunk that comes back with a reply of so many bytes that goes inline, and places nothing; `None`: where it may
-    /// go is to be planned. `send`: the largest Send that the requester takes.
+    /// The Reply chunk to return, unused, with a reply of `length` bytes that goes inline and has no Write chunks. `None`: the
+    /// reply must be planned. `send`: the largest Send that the requester takes.
     fn unused(&self, length: usize, send: usize) -> Option<Option<Segment>> {
         let Offers { writes, reply, .. } = &self.offers;
         let (reply, chunk) = match reply.as_deref() {
@@ -192,10 +192,10 @@ impl Chunks {
     }
 }
 
-/// Requests under way above, with the chunks for their replies.
+/// Requests under way in the upper layer, with the chunks for their replies.
 ///
-/// They come in the order of their numbers, so that this is their order here, and few are there at a time: the latest, or a
-/// search by halves, finds one in fewer steps than a table would.
+/// They arrive in the order of their numbers and are kept in it, and there are few at a time: looking at the latest, or a binary
+/// search, finds one in fewer steps than a hash table would.
 #[derive(Default)]
 struct Handed(VecDeque<(RequestId, Chunks)>);
 
@@ -233,7 +233,7 @@ impl Handed {
         Some(chunks)
     }
 
-    /// One that was taken, or deferred.
+    /// Puts back one that was taken or deferred.
     #[cold]
     fn put_back(&mut self, id: RequestId, chunks: Chunks) {
         let at = self.0.partition_point(|(other, _)| *other < id);
@@ -241,7 +241,7 @@ impl Handed {
     }
 }
 
-/// How many of `requests`, which are in their order, came before `id`: none, nearly always.
+/// How many of `requests`, which are in order, came before `id`: nearly always none.
 fn before<T>(requests: &VecDeque<T>, id: RequestId, of: impl Fn(&T) -> RequestId) -> usize {
     match requests.front() {
         Some(first) if of(first) < id => requests.partition_point(|request| of(request) < id),
@@ -273,16 +273,16 @@ impl Responder {
         }
     }
 
-    /// Posts the Receives that are missing: a Call under way keeps its own.
+    /// Posts the Receives that are missing. A Call under way keeps its own.
     pub(super) fn replenish(&self, common: &mut Common) {
-        // Calls without a reply give their credit back with the reply to a later one, though others of several threads may
-        // serve them still. Which these are is not known here. Nor what other processes have answered, until they say so.
+        // Calls without a reply give their credit back with the reply to a later call, though other threads may still be serving
+        // them. Which calls these are is not known here, nor which ones other processes have answered, until they say so.
         let handed = match self.shared {
             true => self.handed.len(),
             false => before(&self.handed.0, self.answered, |(id, _)| *id),
         };
         let handed = handed.min(PAST_MAX);
-        // Only a refused Call goes past those that have not been handed up.
+        // Only a refused Call can overtake those that have not been handed up.
         let queued = before(&self.queue, self.answered, |pending| pending.id);
         common.replenish(self.working() - handed - queued.min(common.settings.credits as usize));
     }
@@ -308,7 +308,7 @@ impl Responder {
         self.queue.len()
     }
 
-    /// The oldest request, when all of it is here.
+    /// The oldest request, once all of it has arrived.
     pub(super) fn poll_request(&mut self, common: &mut Common) -> Option<Request> {
         if !self.request_ready() {
             return None;
@@ -344,15 +344,15 @@ impl Responder {
         (!self.reads.is_empty()).then_some(self.asked)
     }
 
-    /// Starts no Reads of further Calls from now on, or starts them again: a peer that does not take replies gets no memory for
-    /// more.
+    /// Stops starting Reads of further Calls, or starts them again: a peer that does not take replies gets no memory for more
+    /// Calls.
     pub(super) fn hold(&mut self, held: bool, common: &mut Common) {
         if std::mem::replace(&mut self.held, held) && !held && common.life.closed().is_none() {
             self.start_pulls(common);
         }
     }
 
-    /// From now on Reads of each Call begin when it gets a pass.
+    /// From now on the Reads of each Call begin when it gets a pass.
     pub(super) fn pull_in_turn(&mut self) {
         self.in_turn = true;
     }
@@ -362,7 +362,7 @@ impl Responder {
         self.asks
     }
 
-    /// That Call may be pulled. The pass lives as long as its memory.
+    /// That Call may be pulled. The pass lives as long as the Call's memory.
     pub(super) fn pull(&mut self, pass: Pass, common: &mut Common) {
         if self.asks > 0 {
             self.pass = Some(pass);
@@ -414,10 +414,10 @@ impl Responder {
         Ok(())
     }
 
-    /// The reply to this request is about to be sent. Whether it may invalidate what the requester has offered.
+    /// The reply to this request is about to be sent. Returns whether it may invalidate what the requester has offered.
     fn begin_answer(&mut self, id: RequestId, common: &mut Common) -> bool {
-        // The reply to a later call may have been taken for the end of this one, if it is a one-way call in the requester's
-        // eyes: it has invalidated the handle itself then, and RFC 5040 §5.3 lets a second time end the connection.
+        // If the requester takes this for a one-way call, it may have taken the reply to a later call for its end. Then it has
+        // invalidated the handle itself, and RFC 5040 §5.3 lets a second invalidation end the connection.
         let in_order = self.answered <= id && !self.shared;
         self.answered = self.answered.max(id);
         // Before the reply, which gives the credit back.
@@ -425,9 +425,9 @@ impl Responder {
         in_order
     }
 
-    /// Answers a request with a long reply that the requester takes by itself: its Reply chunk, which would come back as it was
-    /// (RFC 8166 §4.3.3), comes back with the offset at which the reply lies. Only an end of this library shows anything, to
-    /// another one. Given back where that cannot be.
+    /// Answers a request with a long reply that the requester fetches itself: its Reply chunk, which would come back as it was
+    /// (RFC 8166 §4.3.3), comes back with the offset at which the reply lies. Only ends that both use this library show each
+    /// other anything. Returns the message where this is not possible.
     pub(super) fn reply_shown(
         &mut self,
         id: RequestId,
@@ -468,9 +468,8 @@ impl Responder {
         Ok(None)
     }
 
-    /// Answers a request as nearly every one can be answered: it is the only one under way and came as a plain Call of Version
-    /// One, and the reply fits into its Send and names no memory of the program. Does what `reply` comes to then, but hands out
-    /// what is to be posted.
+    /// Answers a request in the usual case: it is the only one under way and came as a plain Call of Version One, and the reply
+    /// fits into its Send and names no memory of the program. Does what `reply` would do, but returns what is to be posted.
     pub(super) fn answer(&mut self, id: RequestId, message: Message, common: &mut Common) -> Answered {
         let plain = |chunks: &Chunks| {
             let whole = message.is_whole() && first_xid(message.body()) == Some(chunks.xid);
@@ -498,7 +497,7 @@ impl Responder {
         }
     }
 
-    /// Writes what of a reply has a place at the requester; what is to be sent then, at most `send` bytes.
+    /// Writes those parts of a reply that have a place at the requester. Returns what is to be sent then, at most `send` bytes.
     #[inline(never)]
     fn place(
         &self,
@@ -540,35 +539,35 @@ impl Responder {
         Ok(gather)
     }
 
-    /// The request has no reply yet, and may never get one (a one-way call): its Receive is free again. The latest such
-    /// request can still be answered until the next one is handed up; or the latest ones ([`Responder::keep_deferred`]).
+    /// The request has no reply yet, and may never get one (a one-way call): its Receive is free again. The latest such request
+    /// can still be answered until the next one is handed up; with [`Responder::keep_deferred`], several can at any time.
     pub(super) fn defer(&mut self, id: RequestId, common: &mut Common) {
         if let Some(chunks) = self.handed.take(id) {
             self.deferred.insert(id, chunks);
             if self.deferred.len() > self.late.max(1)
                 && let Some((oldest, _)) = self.deferred.pop_first()
             {
-                // The routine of an older one may return later.
+                // The routine that serves an older one may return later.
                 self.passed_over = self.passed_over.max(Some(oldest));
             }
         }
         self.replenish(common);
     }
 
-    /// So many deferred requests can be answered, whatever is handed up meanwhile.
+    /// Keeps up to `late` deferred requests answerable, whatever is handed up meanwhile.
     pub(super) fn keep_deferred(&mut self, late: usize) {
         self.late = late;
     }
 
-    /// Another process may answer requests too: no reply invalidates a handle, since the order of the replies is not known, and
-    /// there is a Receive for each credit beside those of the Calls that were handed up.
+    /// Another process may answer requests too. No reply invalidates a handle then, since the order of the replies is not known,
+    /// and there is a Receive for each credit besides those of the Calls that were handed up.
     pub(super) fn shares(&mut self, common: &mut Common) {
         if !std::mem::replace(&mut self.shared, true) {
             self.replenish(common);
         }
     }
 
-    /// It has answered this one.
+    /// Another process has answered this request.
     pub(super) fn answered_elsewhere(&mut self, id: RequestId) {
         if self.deferred.remove(&id).is_none() {
             // Its credit goes back with what comes next.
@@ -587,12 +586,12 @@ impl Responder {
         }
     }
 
-    /// Those that were deferred and can be answered.
+    /// Deferred requests that can still be answered.
     pub(super) fn deferred(&self) -> impl Iterator<Item = RequestId> {
         self.deferred.keys().copied()
     }
 
-    /// Whether one was handed up and neither answered nor deferred.
+    /// Whether a request has been handed up and is neither answered nor deferred.
     pub(super) fn has_handed(&self) -> bool {
         self.handed.len() > 0
     }
@@ -603,8 +602,8 @@ impl Responder {
         self.replenish(common);
     }
 
-    /// Takes in a plain Call of Version One when no other one waits and no binding has a say, as nearly always: what
-    /// `handle_call` and `replenish` come to then. False otherwise, and nothing has changed.
+    /// Takes in a plain Call of Version One when no other Call waits and no binding has a say, which is nearly always so. Does
+    /// what `handle_call` and `replenish` would do. Otherwise returns false, and nothing has changed.
     pub(super) fn take_call(
         &mut self,
         message: &Region,
@@ -618,7 +617,7 @@ impl Responder {
         if !quiet || !alone || first_xid(payload) != Some(plain.xid) || !self.make_room() {
             return false;
         }
-        // The Call keeps its own.
+        // The Call keeps its own Receive.
         common.characteristics.consumed();
         let id = RequestId(self.next);
         self.next += 1;
@@ -632,7 +631,7 @@ impl Responder {
         true
     }
 
-    /// A Call has come.
+    /// A Call has arrived.
     pub(super) fn handle_call(
         &mut self,
         message: &Region,
@@ -676,13 +675,13 @@ impl Responder {
             return common.close(Error::new(Kind::Os(libc::ENOMEM), "no memory for one more request"));
         }
         self.queue.push_back(Pending { id, chunks, staged: 0, state });
-        // One that is whole, and alone, leaves nothing to ask for.
+        // A Call that is whole and alone leaves nothing to ask for.
         if self.queue.len() > 1 || !self.request_ready() {
             self.start_pulls(common);
         }
     }
 
-    /// How far a Call with chunks is; `None` when it must be refused.
+    /// The state of a Call with chunks; `None` when it must be refused.
     #[inline(never)]
     fn assemble(
         &self,
@@ -700,7 +699,7 @@ impl Responder {
         // RFC 8166 §8.1.4: "A Responder is not obliged to pull Read chunks that are unreasonably large. The Responder can
         // use an RDMA_ERROR response to terminate RPCs with unreadable Read chunks."
         let (assembly, pulls) = Assembly::new(lists.reads(), inline.len(), common.settings.max_call).ok()?;
-        // Read chunks without a byte need no Read, and would wait for one for ever.
+        // Read chunks without a byte need no Read: a Call that waited for one would wait for ever.
         if pulls.is_empty() {
             let message = smallvec![inline];
             return bind(chunks, &message, Some(&assembly), common)
@@ -723,13 +722,13 @@ impl Responder {
         Some(State::Pulling(Box::new(Pulling { assembly, inline, staging: None, rest, left: 0 })))
     }
 
-    /// Room for one more request, until it is answered: all that are queued will be handed up. Longer than what the reserve of
-    /// memory has, with many requests.
+    /// Makes room for one more request, until it is answered: all that are queued will be handed up. With many requests this
+    /// takes more memory than the reserve has.
     fn make_room(&mut self) -> bool {
         self.queue.try_reserve(1).is_ok() && self.handed.0.try_reserve(self.queue.len() + 1).is_ok()
     }
 
-    /// Asks for more of the Calls, the oldest first, as far as the peer answers and memory allows.
+    /// Asks for more of the Calls, oldest first, as far as the peer answers and memory allows.
     pub(super) fn start_pulls(&mut self, common: &mut Common) {
         let Responder { queue, staged, reads, asked, reads_max, waits, held, in_turn, pass, asks, .. } = self;
         let mut first = true;
@@ -756,7 +755,7 @@ impl Responder {
                     }
                     let sink = match staging {
                         Some(sink) => sink,
-                        // Who waits has no block yet: those that others have just used are in the cache.
+                        // A waiting Call has no block yet: the blocks that others have just used are in the cache.
                         None if *in_turn && pass.is_none() => {
                             *asks = assembly.staging;
                             return;
@@ -806,7 +805,7 @@ impl Responder {
         self.start_pulls(common);
     }
 
-    /// All of a Call is here.
+    /// All of a Call has arrived.
     fn pulled(&mut self, at: usize, common: &mut Common) {
         let Some(mut pending) = self.queue.remove(at) else { return };
         let State::Pulling(pulling) = std::mem::replace(&mut pending.state, State::Ready(Whole::default()))
@@ -829,7 +828,7 @@ impl Responder {
         }
     }
 
-    /// Answers the latest Call, which is not handed up.
+    /// Refuses the latest Call, which is not handed up.
     fn refuse(&mut self, (xid, version): (Xid, u32), common: &mut Common) {
         self.answered = RequestId(self.next);
         self.send_error((xid, version, RdmaError::BadHeader), common);
@@ -850,7 +849,8 @@ impl Responder {
 
     /// The connection is gone: every request that is not ready is dropped.
     pub(super) fn handle_closed(&mut self) {
-        // What had come before is served, as far as its turn has come: a call without reply has no other chance.
+        // Requests that had become ready before are served, up to the first that had not: a call without a reply has no other
+        // chance.
         let ready = |pending: &&Pending| matches!(pending.state, State::Ready(_));
         let ready = self.queue.iter().take_while(ready).count();
         self.queue.truncate(ready);
@@ -876,8 +876,8 @@ fn sent_or_closed(gather: Result<Regions, Error>, common: &mut Common) -> Result
     gather
 }
 
-/// The Call of which this is all is whole: finds its binding. False when it must be refused. `assembly`: of its Read chunks,
-/// where it has any.
+/// `message` is all of a Call: finds its binding. Returns false when the Call must be refused. `assembly`: that of its Read
+/// chunks, if it has any.
 fn bind(chunks: &mut Chunks, message: &[Region], assembly: Option<&Assembly>, common: &Common) -> bool {
     // RFC 8166 §4.5.2: "the value of the rdma_xid field does not match the value of the XID field in the
     // accompanying RPC message" is an XDR error.
@@ -899,7 +899,7 @@ fn bind(chunks: &mut Chunks, message: &[Region], assembly: Option<&Assembly>, co
             &all[..]
         }
     };
-    // What is no RPC Call is the upper layer's to refuse.
+    // What is not an RPC Call is for the upper layer to refuse.
     if let Some(head) = Head::of(slices) {
         let Head { program, version, procedure, wrapped, .. } = head;
         let binding = common.bindings.find(program, version, procedure).filter(|_| !wrapped);
@@ -911,9 +911,9 @@ fn bind(chunks: &mut Chunks, message: &[Region], assembly: Option<&Assembly>, co
     true
 }
 
-/// A Call of which the peer has us take the arguments when they are decoded. `None`: all of it is wanted at once.
+/// A Call whose arguments we fetch from the peer when they are decoded. `None`: all of it is wanted at once.
 fn taken(chunks: &Chunks, shown: Shown, common: &Common) -> Option<Whole> {
-    // A page of it, which tells whose it is.
+    // A page of it, which shows what call it is.
     let (head, rest) = shown.split(common.memory.header().ok()?)?;
     let message: Regions = smallvec![head];
     let plain = payload_xid(&message) == Some(chunks.xid)
@@ -943,7 +943,7 @@ fn may_be_reduced(call: &[&[u8]], wrapped: bool, binding: Option<&Binding>, chun
         let item = shape.items.iter().find(|item| item.position == position);
         item.is_some_and(|item| bytes == item.length || bytes == item.length.next_multiple_of(4))
     };
-    // What was not understood may hold any item.
+    // What the binding did not understand may hold any item.
     !shape.complete || chunks.normal().all(|(position, bytes)| is_item(position, bytes))
 }
 
@@ -956,7 +956,7 @@ fn transfers(whole: Segment, max: usize) -> impl Iterator<Item = (usize, Segment
     })
 }
 
-/// The Read of the first `bytes` bytes was started.
+/// Removes the first `bytes` bytes, of which the Read was started.
 fn advance(rest: &mut VecDeque<Pull>, bytes: usize) {
     let Some(Pull { at, from }) = rest.front_mut() else { return };
     *at += bytes;
@@ -970,7 +970,7 @@ fn advance(rest: &mut VecDeque<Pull>, bytes: usize) {
 /// For tests: what is inside.
 #[cfg(test)]
 impl Responder {
-    /// Bytes of pulled Calls, and the same as the Calls say.
+    /// Bytes of pulled Calls, and their sum as the Calls tell it.
     pub(super) fn staged(&self) -> (usize, usize) {
         (self.staged, self.queue.iter().map(|pending| pending.staged).sum())
     }

@@ -1,8 +1,8 @@
 //! Version Two in the engine: which version is spoken, and the messages of the transport-characteristics extension.
 //!
-//! A client offers Version Two with its first message, an INIT_XCHAR, and calls when that is answered; a server goes by the
-//! first message that it hears. [`Characteristics`] decides what is said, here it is said. The drafts are
-//! draft-cel-nfsv4-rpcrdma-version-two-01 and draft-dnoveck-nfsv4-rpcrdma-xcharext-01; `docs/version-two.md` has what they
+//! A client offers Version Two with its first message, an INIT_XCHAR, and makes calls once that is answered; a server goes by the
+//! first message that it receives. [`Characteristics`] decides what is said; this module says it. The drafts are
+//! draft-cel-nfsv4-rpcrdma-version-two-01 and draft-dnoveck-nfsv4-rpcrdma-xcharext-01; `docs/version-two.md` lists what they
 //! leave open.
 #![forbid(unsafe_code)]
 
@@ -16,8 +16,8 @@ use crate::wire::{Xid, v1, v2};
 impl Connection {
     /// Tells the peer what we take in the reverse direction, if that has changed.
     pub(super) fn update_backward(&mut self) {
-        // The draft speaks of requests only, and of the wrong end. It is taken for what the sender of the value can receive
-        // in that direction: a client requests, a server replies.
+        // The draft speaks of requests only, and of the wrong end. It is taken to mean what the sender of the value can receive
+        // in that direction: requests for a client, replies for a server.
         let serves = self.common.role == Role::Server || self.common.window.serves();
         self.common.characteristics.set_backward(match self.common.settings.reverse_chunks {
             _ if !serves => Backward::None,
@@ -32,13 +32,13 @@ impl Connection {
         self.common.may_fall_back()
     }
 
-    /// The connection was closed before a version was agreed, and calls wait for one that speaks Version One. What was
+    /// The connection was closed before a version was agreed, and calls wait for another one that speaks Version One. What was
     /// not sent is left for `take_waiting`; another `handle_closed` ends it.
     pub fn must_fall_back(&self) -> bool {
         self.closed().is_some() && self.may_fall_back()
     }
 
-    /// What a message tells of the version that the peer speaks.
+    /// Learns from a message which version the peer speaks.
     pub(super) fn agree(&mut self, header: &Header<'_>) {
         match header.body {
             // The draft of Version Two, section 5.2. Only our first message can be meant, whatever version is written on it.
@@ -50,7 +50,7 @@ impl Connection {
                     self.common.close(Error::new(Kind::Peer, text));
                 }
             }
-            // It speaks Version One only, and has looked at what the message is first.
+            // The peer speaks Version One only, and checked the kind of the message before its version.
             Body::Error(_) if self.common.offers() && header.version == v1::VERSION => {
                 if self.may_fall_back() {
                     self.common.life.refuse();
@@ -66,8 +66,8 @@ impl Connection {
         }
     }
 
-    /// Nothing more has come so far. A refused offer leaves the connection to Version One only now: the calls to a peer that
-    /// has closed it with the refusal are still there for another one.
+    /// Nothing more has arrived so far. Only now does a refused offer switch the connection to Version One: if the peer closed it
+    /// along with the refusal, the calls are still there for another connection.
     pub fn handle_quiet(&mut self, registrar: &mut (impl Registrar + ?Sized)) {
         if self.refused() {
             self.speak_version_one();
@@ -75,7 +75,7 @@ impl Connection {
         }
     }
 
-    /// Whether `handle_quiet` is waited for.
+    /// Whether the engine waits for `handle_quiet`.
     pub fn refused(&self) -> bool {
         self.common.life.is_refused()
     }
@@ -120,10 +120,10 @@ impl Connection {
         Ok(())
     }
 
-    /// Posts Receives of so many bytes from now on, and tells a Version Two peer when no shorter one is left.
+    /// Posts Receives of `bytes` bytes from now on, and tells a Version Two peer when no shorter one is left.
     ///
     /// # Errors
-    /// `Invalid` for fewer bytes than were told: only the peer may ask for that; and for more than memory was set
+    /// `Invalid` for fewer bytes than the peer was told, since only the peer may ask for that; and for more than memory was set
     /// aside for.
     pub fn raise_receives(
         &mut self,
@@ -144,13 +144,13 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends what the other end must hear of by now.
+    /// Sends what the other end must be told by now.
     pub(super) fn speak(&mut self) {
         while self.version() == Some(v2::VERSION)
             && self.common.life.is_open()
             && let Some(note) = self.common.characteristics.next()
         {
-            // A server speaks of itself when the client has used the extension, and so has a Receive for it.
+            // A server introduces itself only once the client has used the extension, and so has a Receive for the message.
             if note == Note::Init && self.common.characteristics.known() != Some(true) {
                 return;
             }
@@ -181,8 +181,8 @@ impl Connection {
 
     /// Answers the peer's INIT_XCHAR with ours, unless it was sent before.
     ///
-    /// The draft of Version Two, section 5.1, has the answer to a first message carry its XID; ours has not been used by a
-    /// call then.
+    /// The draft of Version Two, section 5.1, has the answer to a first message carry its XID, which no call of ours has used by
+    /// then.
     fn introduce(&mut self, xid: Xid) {
         if self.common.characteristics.next() == Some(Note::Init) {
             let xid = if self.knows(xid) { self.fresh_xid() } else { xid };
@@ -199,11 +199,11 @@ impl Connection {
         registrar: &mut (impl Registrar + ?Sized),
     ) {
         let refuse = |error| (header.xid, v2::VERSION, error);
-        // The draft of Version Two, section 3.1: an unknown one MUST be answered with this error.
+        // The draft of Version Two, section 3.1: an unknown kind MUST be answered with this error.
         let Some(kind) = operations::Kind::of(kind) else {
             return self.responder.send_error(refuse(RdmaError::InvalidOption), &mut self.common);
         };
-        // The directions of INIT_XCHAR and UPD_XCHAR are nowhere said: what they are tells enough.
+        // The drafts nowhere give the directions of INIT_XCHAR and UPD_XCHAR: what they are tells enough.
         let result = operations::decode(kind, info).and_then(|operation| {
             self.common.characteristics.handle(header.xid, operation, &mut || registrar.withdraw())
         });
@@ -211,12 +211,12 @@ impl Connection {
             Ok(None) if kind == operations::Kind::Init => self.introduce(header.xid),
             Ok(None) => {}
             Ok(Some((done, rejected, pending))) => {
-                // What it says is true when it leaves.
+                // So that what the response says is true when it leaves.
                 self.responder.replenish(&mut self.common);
                 let info = operations::response(done, rejected, pending);
                 self.send_optional(header.xid, Direction::Reply, operations::Kind::Response, &info);
             }
-            // An answer of nonsense is a refusal.
+            // A nonsensical answer counts as a refusal.
             Err(_) if kind == operations::Kind::Response => {
                 self.common.characteristics.refused(header.xid);
             }
@@ -225,7 +225,8 @@ impl Connection {
         }
     }
 
-    /// For a message that is of no RPC. The draft of Version Two, section 4.2.2: from the XIDs of its direction.
+    /// An XID for a message without an RPC message. The draft of Version Two, section 4.2.2: it is one of the XIDs of the
+    /// message's direction.
     pub(super) fn fresh_xid(&mut self) -> Xid {
         loop {
             self.next_xid = self.next_xid.wrapping_add(1);
@@ -244,7 +245,7 @@ impl Connection {
     }
 }
 
-/// Why ends do not understand one another, and what helps.
+/// Why the ends do not understand one another, and what helps.
 pub(super) fn versions_differ(low: u32, high: u32, spoken: &str) -> String {
     format!(
         "the peer speaks RPC-over-RDMA versions {low} to {high}, not {spoken}; set RPCRDMA_VERSION=auto, \

@@ -5,13 +5,13 @@ use super::Role;
 use crate::wire::Credits;
 use crate::wire::header::Direction;
 
-/// What an end tells its peer: asked for in Calls, granted in Replies.
+/// The credits that an end tells its peer: asked for in Calls, granted in Replies.
 #[derive(Clone, Copy)]
 struct Advertised {
-    /// Told from now on; 0: nothing of this direction is sent yet.
+    /// Told from now on; 0: nothing is sent in this direction yet.
     now: u32,
-    /// The most so far. Receives for them are kept to the end of the connection: nothing says when the peer has heard of
-    /// fewer.
+    /// The most so far. Receives for them are kept to the end of the connection: nothing says when the peer has learned that
+    /// there are fewer.
     most: u32,
 }
 
@@ -27,13 +27,13 @@ pub(super) struct Window {
     capacity: u32,
     asked: Advertised,
     granting: Advertised,
-    /// By the last reply; 1 before the first one.
+    /// Granted by the last reply; 1 before the first one.
     granted: u32,
-    /// A reply has told that.
+    /// A reply has told `granted`.
     told: bool,
     /// Calls transmitted and not ended: each holds a credit.
     in_flight: u32,
-    /// Those that nobody waits for.
+    /// Those of them that nobody waits for.
     abandoned: u32,
 }
 
@@ -59,14 +59,14 @@ impl Window {
         window
     }
 
-    /// Asks for so many from now on; returns how many it will be.
+    /// Asks for this many from now on; returns how many it will be.
     pub(super) fn ask(&mut self, credits: u32) -> u32 {
         let credits = self.fit(credits, self.granting);
         self.asked.set(credits);
         credits
     }
 
-    /// Grants so many from now on; returns how many it will be.
+    /// Grants this many from now on; returns how many it will be.
     pub(super) fn grant(&mut self, credits: u32) -> u32 {
         let credits = self.fit(credits, self.asked);
         self.granting.set(credits);
@@ -79,7 +79,7 @@ impl Window {
         credits.min(self.capacity.saturating_sub(other.most.max(1))).max(1)
     }
 
-    /// What a header of ours tells: never 0, as above.
+    /// The credits in a header of ours: never 0, as above.
     pub(super) fn told(&self, direction: Direction) -> Credits {
         let Advertised { now, .. } = match direction {
             Direction::Call => self.asked,
@@ -98,7 +98,7 @@ impl Window {
         self.granting.most > 0
     }
 
-    /// Asked for; 0: we make no calls.
+    /// Credits asked for; 0: we make no calls.
     pub(super) fn asked(&self) -> u32 {
         self.asked.now
     }
@@ -113,7 +113,7 @@ impl Window {
         self.told
     }
 
-    /// A reply grants so many.
+    /// A reply grants this many.
     pub(super) fn set_granted(&mut self, credits: Credits) {
         // RFC 8166 §3.3.1: "The granted value MUST NOT be zero": a zero is taken as one, or nothing moves again.
         self.granted = credits.0.max(1);
@@ -155,7 +155,7 @@ impl Window {
 
     /// Whether calls that nobody waits for hold every credit.
     ///
-    /// Not while a call that somebody waits for is under way, as after a smaller grant: its reply may help.
+    /// False while a call that somebody waits for is under way, as after a smaller grant: its reply may help.
     pub(super) fn starved(&self) -> bool {
         self.abandoned >= self.limit() && self.abandoned == self.in_flight
     }
@@ -208,7 +208,7 @@ mod tests {
         assert_eq!((window.receives(), window.serves(), window.asked()), (15, true, 0));
         assert_eq!(window.ask(8), 1, "one Receive is left to the other direction");
         assert_eq!(window.grant(4), 4);
-        // Those of before were told, and may still be used.
+        // The earlier credits were told, and may still be used.
         assert_eq!((window.receives(), window.told(Direction::Reply)), (16, Credits(4)));
         assert_eq!(
             Window::new(Role::Client, 4, 16).told(Direction::Reply),

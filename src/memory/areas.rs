@@ -1,10 +1,10 @@
 //! Memory for a device that must know it beforehand, in blocks of one length: for Reply chunks, and for what a peer reads.
 //!
-//! To register the room for the longest reply that a program may expect takes milliseconds, far longer than a call, and to
-//! register a few KiB as long as a call. So a connection to an adapter has such blocks, which are registered once and used
-//! by one call after the other; calls at the same time get further ones, which stay too. All blocks of a process together
-//! are bounded, since their memory is locked: where none is left, a call waits (`Areas::lacks`), or, if it needs little,
-//! has memory registered for itself.
+//! Registering room for the longest reply that a program may expect takes milliseconds, far longer than a call, and registering a
+//! few KiB takes as long as a call. So a connection to an adapter has such blocks, which are registered once and used by one call
+//! after another; calls at the same time get further blocks, which stay too. All blocks of a process together are bounded, since
+//! their memory is locked: where none is left, a call waits (`Areas::lacks`), or, if it needs little, has memory registered for
+//! itself.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -33,7 +33,7 @@ struct State {
     ended: bool,
 }
 
-/// One block. Its memory counts as locked until the last of these has gone, of which the device's registration has one.
+/// One block. Its memory counts as locked until the last clone of this is gone; the device's registration holds one.
 #[derive(Clone)]
 pub struct Area {
     slabs: Arc<Slabs>,
@@ -50,7 +50,7 @@ impl Area {
 /// Bytes of the blocks of this process.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
-/// So many of them.
+/// Those of one block.
 struct Share(usize);
 
 impl Drop for Share {
@@ -59,13 +59,14 @@ impl Drop for Share {
     }
 }
 
-/// Bytes that are left of `most` for blocks of this process.
+/// Bytes out of `most` that are left for blocks of this process.
 pub fn left(most: usize) -> usize {
     most.saturating_sub(TAKEN.load(Relaxed))
 }
 
 impl Areas {
-    /// Blocks of `size` bytes, of which one is there; `None` when `most` bytes of this process do not leave room for it.
+    /// Blocks of `size` bytes, of which one is made now; `None` when the limit of `most` bytes for this process leaves no room
+    /// for it.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -75,7 +76,7 @@ impl Areas {
         Ok(first.then_some(areas))
     }
 
-    /// The same, of which none is there yet, and for which no call waits: it needs so little that other memory will do.
+    /// The same, but none is made yet, and no call waits for one: a call needs so little that other memory will do.
     pub fn lazy(size: usize, most: usize) -> Arc<Areas> {
         Areas::with(size, most, false)
     }
@@ -85,8 +86,8 @@ impl Areas {
         Arc::new(Areas { size, most, scarce, open, state: Mutex::default() })
     }
 
-    /// The peer may write the blocks at any time, as a device has it that cannot take a right to a part of its memory back:
-    /// what is written there is looked at as a copy only. They hold nothing but what this peer has written.
+    /// The peer may write the blocks at any time, as with a device that cannot revoke a right to a part of its memory: what is
+    /// written there is looked at only as a copy. The blocks hold nothing but what this peer has written.
     pub fn stay_open(&self) {
         self.open.store(true, Relaxed);
     }
@@ -143,15 +144,15 @@ impl Areas {
         self.state().blocks.first().cloned()
     }
 
-    /// The device does not take the block at this address: it is given out no more, and no others are made.
+    /// The device refuses the block at this address: it is no longer given out, and no others are made.
     pub fn refuse(&self, address: usize) {
         let mut state = self.state();
         state.refused = true;
         state.blocks.retain(|block| block.span().0 != address);
     }
 
-    /// No block is given out any more, and none counts that the device has let go of. What somebody reads stays until he has
-    /// done so, but is not locked.
+    /// No block is given out any more, and those that the device has let go of no longer count. What somebody is still reading
+    /// stays until that is done, but is not locked.
     pub fn end(&self) {
         let mut state = self.state();
         state.ended = true;
@@ -184,7 +185,7 @@ impl Drop for Areas {
 #[cfg(test)]
 pub(crate) static ALONE: Mutex<()> = Mutex::new(());
 
-/// Forgets what a device that is none has kept: how many bytes.
+/// Forgets what a mock device has kept; returns how many bytes.
 #[cfg(all(test, feature = "verbs"))]
 pub(crate) fn forget_kept() -> usize {
     TAKEN.swap(0, Relaxed)
@@ -240,12 +241,12 @@ mod tests {
         assert!(areas.block_of(second.address(), SIZE + 1).is_none());
         let other = Areas::new(SIZE, most).unwrap().unwrap();
         assert!(Areas::new(SIZE, most).unwrap().is_none());
-        // A call waits for its like, what is longer than a block has memory of its own.
+        // A call waits for others of its kind; what is longer than a block has memory of its own.
         assert!(!one.has_room(SIZE) && one.has_room(SIZE + 1));
         assert_eq!(areas.block_of(one.reply_area(SIZE + 1).unwrap().address(), 1).map(drop), None);
         drop(again);
         assert!(one.has_room(SIZE));
-        // At its end a connection gives back what it has, whoever reads there still; but not what the device has.
+        // At its end a connection gives back what it has, even if somebody still reads there; but not what the device holds.
         drop(known);
         areas.end();
         assert_eq!(left(most), SIZE, "the device has one of the two");

@@ -38,17 +38,17 @@ impl Message {
         self.body.len()
     }
 
-    /// The message with holes: for those who read headers and skip what was lent.
+    /// The message with holes: for readers that want headers and skip what was lent.
     pub fn body(&self) -> &[u8] {
         &self.body
     }
 
-    /// Who must see that every loan of this message is over before its memory is the program's again.
+    /// The loans of this message, all of which must be over before its memory is the program's again.
     pub fn loans(&self) -> Vec<Loan> {
         self.lent.iter().map(|(_, part)| part.loan()).collect()
     }
 
-    /// Copies the lent parts in for which `which` says so, by their position and length. Returns the bytes copied.
+    /// Copies in the lent parts that `which` chooses by their position and length. Returns the bytes copied.
     pub fn copy_in(&mut self, mut which: impl FnMut(usize, usize) -> bool) -> usize {
         let mut copied = 0;
         let body = &mut self.body;
@@ -63,7 +63,7 @@ impl Message {
         copied
     }
 
-    /// Whether a lent part lies in some of `len` bytes at `address`.
+    /// Whether a lent part overlaps the `len` bytes at `address`.
     pub fn lends_of(&self, address: usize, len: usize) -> bool {
         let meets = |part: &Region| {
             let start = part.as_ptr().addr();
@@ -137,8 +137,8 @@ impl Pieces {
         pieces
     }
 
-    /// The regions of `header` and, behind it, ranges of the message. It lies in front of the message if there is room, and
-    /// none of that has been gathered yet.
+    /// The regions of `header` and, after it, ranges of the message. The header lies in front of the message if there is room,
+    /// and none of the message has been gathered yet.
     ///
     /// # Errors
     /// `ENOMEM`.

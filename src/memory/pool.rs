@@ -1,6 +1,6 @@
 //! Where the memory of messages comes from: blocks of one length that are kept warm, and slabs that a device knows.
 //!
-//! A block is an anonymous mapping of its own, or a part of one that a device has registered ([`Slabs`]), or lent by the
+//! A block is an anonymous mapping of its own, or a part of one that a device has registered ([`Slabs`]), or memory lent by the
 //! program; only the first kind is pooled.
 #![allow(unsafe_code)]
 
@@ -22,58 +22,60 @@ pub(super) const PAGE: usize = 4096;
 
 /// A stock of blocks of one kind, each kept warm after use.
 ///
-/// `warm` bytes of every idle block keep their pages, and a block more than that while all idle ones keep less together than
-/// if each had so many (with those that come after it, less than twice as much in all); what lies above is given back to the
-/// system, so that one long message does not hold its memory for ever. At most `idle_max` blocks are kept, and one.
+/// Every idle block keeps its pages up to `warm` bytes. A block keeps more while all idle blocks together keep less than
+/// `idle_max` times that (with the blocks that come after it, less than twice as much in all). What lies above is given back to
+/// the system, so that one long message does not hold its memory for ever. At most `idle_max` blocks are kept, plus one.
 ///
-/// While one long message follows another within [`SERIES`], or one block of at least [`LONG`] that is too many, they may keep
-/// [`SERIES_MOST`] together: to give pages back and to get them again takes longer than to copy what is in them. That is over with
-/// the next block that is given back after such a time, or with [`Pool::cool`].
+/// While one long message, or one block too many of at least [`LONG`], follows another within [`SERIES`], the idle blocks may
+/// keep [`SERIES_MOST`] together: giving pages back and getting them again takes longer than copying what is in them. That ends
+/// with the next block given back after such a time, or with [`Pool::cool`].
 ///
-/// A child that was forked while a thread of its parent held the lock does without: nobody there would ever release it.
+/// A child that was forked while a thread of its parent held the lock does without idle blocks: nobody there would ever release
+/// it.
 pub struct Pool {
-    /// One idle block beside the others, for who gives one back and takes one again: without a lock. NULL, or from
-    /// [`Arc::into_raw`].
+    /// One idle block apart from the others, for a thread that gives one back and takes one again: it needs no lock. NULL, or
+    /// from [`Arc::into_raw`].
     hot: AtomicPtr<Block>,
     pub(super) idle: Mutex<Idle>,
-    /// The process that made it, and the latest one in which the lock is held by nobody that exists; 0: none.
+    /// The process that made the pool, and the latest process in which the lock is held by a thread that does not exist there; 0:
+    /// none.
     process: u32,
     orphaned: AtomicU32,
     pub(super) capacity: usize,
     warm: usize,
     idle_max: usize,
-    /// When a long message was given back last, by [`stats::tick`]; 0: none was.
+    /// When a long message was last given back, by [`stats::tick`]; 0: none was.
     long: AtomicU64,
-    /// Whether idle blocks keep more than without a series.
+    /// Whether idle blocks keep more than they do without a series.
     keeps: AtomicBool,
 }
 
 /// All pools of the process.
 static ALL: fork::Lock<Vec<Weak<Pool>>> = fork::Lock::new();
 
-/// Runs `map`, once more without the idle blocks of all pools where it finds no memory: they keep the length to which they have
-/// grown, and where address space is limited it is the next message's.
+/// Runs `map`. Where it finds no memory, runs it once more without the idle blocks of all pools: these keep the length to which
+/// they have grown, and where address space is limited, the next message needs that.
 fn mapped_beside_idle<T>(map: impl Fn() -> io::Result<T>) -> io::Result<T> {
     map().or_else(|_| {
-        // Nothing here takes memory, which there is none of.
+        // Nothing here allocates: there is no memory.
         ALL.lock().iter().filter_map(Weak::upgrade).for_each(|pool| pool.forget_idle());
         map()
     })
 }
 
-/// Long messages are a series while each is given back within this time of the one before.
+/// Long messages are a series while each is given back within this time after the one before.
 pub const SERIES: Duration = Duration::from_secs(1);
-/// What idle blocks keep then: one message of 32 MiB, or two of 16. A client, whose process nobody wakes, keeps it until its
-/// next call.
+/// Bytes that idle blocks keep then: one message of 32 MiB, or two of 16. A client, whose process nobody wakes, keeps them until
+/// its next call.
 const SERIES_MOST: usize = 36 << 20;
-/// Of shorter blocks there may be thousands, and each saves a page or two.
+/// There may be thousands of shorter blocks, and each saves only a page or two.
 const LONG: usize = 64 << 10;
 
 /// The idle blocks of a pool, in the order in which they were given back: the latest one last.
 #[derive(Default)]
 pub(super) struct Idle {
     blocks: Vec<Share>,
-    /// Of all of them: how long they are, and how much of that may have pages.
+    /// Of all of them: their bytes, and how many of those may have pages.
     bytes: usize,
     pages: usize,
 }
@@ -101,7 +103,7 @@ impl Idle {
         Some(self.remove(last))
     }
 
-    /// The latest one of this writer, or else the one that has been idle for the longest time: its writer misses it least.
+    /// The latest one of this writer, or else the one that has been idle longest: its writer misses it least.
     fn take_for(&mut self, writer: u64) -> Option<Share> {
         let own = self.blocks.iter().rposition(|block| block.raw.writer == writer);
         (self.len() > 0).then(|| self.remove(own.unwrap_or(0)))
@@ -117,7 +119,7 @@ impl Idle {
         }
     }
 
-    /// Has each keep so much at most.
+    /// Makes each keep at most `warm` bytes of pages.
     fn trim(&mut self, warm: usize) {
         for block in &mut self.blocks {
             let before = block.raw.pages();
@@ -166,7 +168,7 @@ impl Pool {
         Some(block)
     }
 
-    /// As `take`, for bytes of a peer: what another writer than `writer` has left in the block is gone.
+    /// Takes a block as `take` does, for bytes of a peer: what any writer but `writer` has left in the block is gone.
     ///
     /// # Errors
     /// As [`Pool::take`].
@@ -179,7 +181,7 @@ impl Pool {
         let mut buf = self.wrap(idle)?;
         let raw = &mut buf.block_mut().raw;
         if raw.writer != writer {
-            // So that not much has to be overwritten.
+            // So that little has to be overwritten.
             raw.trim(self.warm.max(PAGE));
             raw.scrub();
             raw.writer = writer;
@@ -198,7 +200,7 @@ impl Pool {
         Ok(Buf { block, start: 0, len: 0 })
     }
 
-    /// The idle blocks; none where a thread has them that a fork(2) has left behind.
+    /// The idle blocks; `None` where a thread that fork(2) has left behind holds them.
     pub(super) fn idle(&self) -> Option<MutexGuard<'_, Idle>> {
         let at_once = || match self.idle.try_lock() {
             Ok(idle) => Some(idle),
@@ -215,7 +217,7 @@ impl Pool {
         if self.orphaned.load(Relaxed) == process {
             return None;
         }
-        // A thread of this process keeps it for less than a microsecond, unless it lost its processor meanwhile.
+        // A thread of this process holds them for less than a microsecond, unless it lost its processor meanwhile.
         for n in 0..220 {
             if n < 200 {
                 thread::yield_now()
@@ -236,7 +238,7 @@ impl Pool {
         self.take_hot().into_iter().chain(idle.blocks).for_each(|mut block| block.forget_pool());
     }
 
-    /// The block beside the others.
+    /// Takes the block that is kept apart.
     #[inline]
     pub(super) fn take_hot(&self) -> Option<Share> {
         let hot = self.hot.swap(null_mut(), Acquire);
@@ -244,7 +246,7 @@ impl Pool {
         (!hot.is_null()).then(|| Share(ManuallyDrop::new(unsafe { Arc::from_raw(hot) })))
     }
 
-    /// Puts a block there; back, if there is one.
+    /// Keeps a block apart; returns it if there is one already.
     #[inline]
     fn put_hot(&self, block: Share) -> Result<(), Share> {
         if !self.hot.load(Relaxed).is_null() {
@@ -255,16 +257,16 @@ impl Pool {
         let hot = Arc::into_raw(unsafe { ManuallyDrop::take(&mut block.0) }).cast_mut();
         match self.hot.compare_exchange(null_mut(), hot, Release, Relaxed) {
             Ok(_) => Ok(()),
-            // SAFETY: from just above, and nobody has got it.
+            // SAFETY: `hot` is from just above, and nobody has got it.
             Err(_) => Err(Share(ManuallyDrop::new(unsafe { Arc::from_raw(hot) }))),
         }
     }
 
-    /// A block that nobody else holds.
+    /// Takes back a block that nobody else holds.
     pub(super) fn give_back(&self, mut block: Share) {
         let was_long = block.raw.touched.load(Relaxed) > self.warm.max(PAGE);
         let long = block.raw.pages() > self.warm.max(PAGE) || self.keeps.load(Relaxed);
-        // One of Reply chunks is looked for by its writer.
+        // A block for Reply chunks is looked up by its writer.
         if !long && self.idle_max > 0 && block.raw.writer == 0 {
             match self.put_hot(block) {
                 Ok(()) => return,
@@ -277,14 +279,14 @@ impl Pool {
             drop(idle);
             return block.forget_pool();
         }
-        // In a series those with pages are taken first; of blocks that are alike the latest one, which caches know.
+        // In a series, blocks with pages are taken first; of blocks that are alike, the latest one, which is in the caches.
         let is_long = |block: &Share| block.raw.pages() > self.warm;
         let last = long && !was_long && block.raw.writer == 0 && !is_long(&block);
         let at = if last && idle.blocks.last().is_some_and(is_long) { 0 } else { idle.len() };
         idle.insert(at, block);
     }
 
-    /// Bytes of its idle blocks; nobody else uses it meanwhile.
+    /// Bytes of its idle blocks; nobody else uses the pool meanwhile.
     #[cfg(test)]
     pub(super) fn idle_bytes(&self) -> usize {
         let hot = self.take_hot();
@@ -298,8 +300,9 @@ impl Pool {
         bytes
     }
 
-    /// Whether this block is kept beside the idle ones: it has pages of a long message, or is one too many, if it `counts`; or others
-    /// are. Who sends or gets such messages again and again finds their pages, where nobody else needs them.
+    /// Whether to keep this block among the idle ones, although it, or others, have pages of a long message, or it is one too
+    /// many. `counts`: it is such a block itself. A program that sends or gets such messages again and again finds their pages,
+    /// where nobody else needs them.
     #[cold]
     fn keeps_for_now(&self, block: &mut Share, counts: bool, idle: &mut Idle) -> bool {
         let now = stats::tick();
@@ -322,7 +325,7 @@ impl Pool {
         may
     }
 
-    /// What a series has left.
+    /// Gives back what a series has left.
     fn trim_idle(&self, idle: &mut Idle) {
         if self.keeps.load(Relaxed) {
             idle.forget_oldest(self.idle_max);
@@ -331,7 +334,7 @@ impl Pool {
         }
     }
 
-    /// Gives back what a series has left, if it is over; when to ask again, if it is not.
+    /// Gives back what a series has left, if it is over; returns when to ask again, if it is not.
     pub(super) fn cool(&self, now: u64) -> Option<Duration> {
         if !self.keeps.load(Relaxed) {
             return None;
@@ -347,7 +350,7 @@ impl Pool {
         None
     }
 
-    /// As if the latest long message had been given back at that time; when it was.
+    /// Pretends that the latest long message was given back at that time; returns when it was.
     #[cfg(test)]
     pub(super) fn set_long(&self, at: u64) -> u64 {
         self.long.swap(at, Relaxed)
@@ -373,13 +376,13 @@ impl Drop for Pool {
 
 /// A mapping cut into blocks of one length, so that a device can register all of them at once.
 ///
-/// A block that grows becomes one of another pool, which the device does not know.
+/// A block that grows is replaced by one of another pool, which the device does not know.
 pub struct Slabs {
     whole: RawBlock,
     size: usize,
     /// Blocks that may be taken; there is room for more.
     count: AtomicUsize,
-    /// Where a block goes that grows.
+    /// The pool of the block that replaces one that grows.
     pub(super) larger: OnceLock<Arc<Pool>>,
     /// Offsets of the blocks that nobody has.
     free: Mutex<Vec<usize>>,
@@ -394,7 +397,7 @@ impl Slabs {
         Slabs::with_room(size, count, count)
     }
 
-    /// The same, with room for `most`, which [`Slabs::grow`] makes use of.
+    /// The same, with room for `most` blocks, which [`Slabs::grow`] makes use of.
     ///
     /// # Errors
     /// `ENOMEM`.
@@ -407,7 +410,7 @@ impl Slabs {
         Ok(Arc::new(Slabs { whole, size, count: AtomicUsize::new(count), larger: OnceLock::new(), free }))
     }
 
-    /// Has `count` blocks in all, as far as there is room: the device knows the new ones by now.
+    /// Grows to `count` blocks in all, as far as there is room: the device already knows the new ones.
     pub fn grow(&self, count: usize) {
         let mut free = self.free();
         let most = self.whole.cap / self.size;
@@ -457,12 +460,12 @@ pub(super) struct RawBlock {
     pub(super) ptr: NonNull<u8>,
     pub(super) cap: usize,
     pub(super) home: Home,
-    /// Highest byte that may have been written since it was taken from the idle ones: what lies above has no pages, but up to
+    /// End of what may have been written since the block was taken from the idle ones: above it there are no pages, except up to
     /// `kept`.
     pub(super) touched: AtomicUsize,
-    /// The same before that.
+    /// The same for the time before.
     pub(super) kept: usize,
-    /// Whose bytes may lie in an idle block of Reply chunks: the number of a connection, 0 for nobody's.
+    /// Whose bytes an idle block of Reply chunks may hold: the number of a connection, or 0 for nobody's.
     pub(super) writer: u64,
 }
 
@@ -507,7 +510,7 @@ impl RawBlock {
         Ok(RawBlock { ptr, cap, home: Home::Mapping, touched: AtomicUsize::new(0), kept: 0, writer: 0 })
     }
 
-    /// The outbox of `own`, if nobody has it.
+    /// The outbox of `own`, if it is free.
     pub(super) fn outbox(own: &Arc<Own>) -> Option<RawBlock> {
         let (ptr, cap) = own.take_outbox()?;
         let (home, touched) = (Home::Outbox(own.clone()), AtomicUsize::new(0));
@@ -525,15 +528,15 @@ impl RawBlock {
         if let Home::Slabs(_) | Home::Outbox(_) = self.home {
             let fresh = RawBlock::map(cap)?;
             let used = *self.touched.get_mut();
-            // SAFETY: `used <= self.cap < cap`; both blocks are ours and apart, and `&mut self` means that nobody else
-            // writes either.
+            // SAFETY: `used <= self.cap < cap`; both blocks are ours and distinct, and `&mut self` means that nobody else writes
+            // either.
             unsafe { std::ptr::copy_nonoverlapping(self.ptr.as_ptr(), fresh.ptr.as_ptr(), used) };
             fresh.touch(used);
             *self = fresh;
             return Ok(());
         }
         let (ptr, old) = (self.ptr, self.cap);
-        // SAFETY: `ptr, old` is our own whole mapping, which one that fails leaves as it is, and `&mut self` means that nobody
+        // SAFETY: `ptr, old` is our own whole mapping, which a failed attempt leaves as it is, and `&mut self` means that nobody
         // points into it.
         self.ptr = mapped_beside_idle(|| unsafe { pages::grow(ptr, old, cap) })?;
         #[cfg(test)]
@@ -554,7 +557,7 @@ impl RawBlock {
         self.touched.load(Relaxed).max(self.kept)
     }
 
-    /// Sets all that may have been written to zero.
+    /// Zeroes all that may have been written.
     fn scrub(&mut self) {
         let used = self.pages().min(self.cap);
         (*self.touched.get_mut(), self.kept) = (0, 0);
@@ -564,7 +567,7 @@ impl RawBlock {
 
     /// Gives the pages above `warm` back to the system.
     pub(super) fn trim(&mut self, warm: usize) {
-        // What others keep is no number of pages, and the kernel gives back whole ones or nothing.
+        // What others keep need not be whole pages, and the kernel takes back whole pages or nothing.
         let warm = round_up(warm);
         if self.pages() > warm && self.cap > warm {
             // SAFETY: `warm < cap`: the range is the upper part of our own mapping, which nobody points into.
@@ -609,7 +612,7 @@ mod pages {
     }
 
     /// # Safety
-    /// They are a whole mapping, into which nobody points.
+    /// `ptr` and `old` are a whole mapping, into which nobody points.
     pub unsafe fn grow(ptr: NonNull<u8>, old: usize, new: usize) -> io::Result<NonNull<u8>> {
         // SAFETY: by contract.
         mapped(unsafe { libc::mremap(ptr.as_ptr().cast(), old, new, libc::MREMAP_MAYMOVE) })
@@ -648,10 +651,10 @@ mod pages {
     }
 
     /// # Safety
-    /// They are a whole block, into which nobody points.
+    /// `ptr` and `old` are a whole block, into which nobody points.
     pub unsafe fn grow(ptr: NonNull<u8>, old: usize, new: usize) -> io::Result<NonNull<u8>> {
         let fresh = map(new)?;
-        // SAFETY: two blocks of at least so many bytes.
+        // SAFETY: two blocks of at least that many bytes.
         unsafe { std::ptr::copy_nonoverlapping(ptr.as_ptr(), fresh.as_ptr(), old.min(new)) };
         // SAFETY: by contract.
         unsafe { unmap(ptr, old) };
@@ -686,7 +689,7 @@ pub(crate) mod ration {
         MAPPED.get()
     }
 
-    /// From here on so many requests of this thread for memory succeed, and then so many fail.
+    /// From here on `left.0` requests of this thread for memory succeed, and then `left.1` fail.
     pub(crate) fn fail_after(left: Option<(usize, usize)>) {
         LEFT.set(left);
     }

@@ -17,7 +17,7 @@ pub fn any() -> bool {
     ANY.load(Relaxed)
 }
 
-/// Registers `len` bytes at `address`. False when they are none, wrap, or overlap a range that is registered.
+/// Registers `len` bytes at `address`. Returns false when there are none, or they wrap, or overlap a registered range.
 pub fn add(address: usize, len: usize) -> bool {
     let Some(end) = address.checked_add(len).filter(|_| address != 0 && len != 0) else { return false };
     let mut ranges = RANGES.lock();
@@ -30,7 +30,7 @@ pub fn add(address: usize, len: usize) -> bool {
     true
 }
 
-/// Ends the registration that begins at `address`. False when there is none.
+/// Ends the registration that begins at `address`. Returns false when there is none.
 pub fn remove(address: usize) -> bool {
     RANGES.lock().remove(&address).is_some()
 }

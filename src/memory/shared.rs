@@ -1,21 +1,21 @@
-//! Memory that this process shares with its peer, in another process of the host: a ring of bytes, an outbox, and words beside
-//! them, that one end writes and the other maps to read.
+//! Memory that this process shares with its peer, in another process of the host: a ring of bytes, an outbox, and a few words,
+//! which one end writes and the other maps for reading.
 //!
 //! # The outbox
-//! A long message is encoded there, and the other end copies it from there to where it wants it: one copy, where a ring takes
-//! two, and both ends at the same time. A Call is exposed under a handle as any memory is, with an offset that begins with
-//! [`IN_OUTBOX`]; a reply is shown under the handle of the Reply chunk that it would have been written to. [`Word::Shown`] says
-//! which handle. It is cleared before anything else is written there, and looked at before and after each copy: who has copied
-//! what was no longer there finds out. One message at a time has the outbox: a Call until its end, a reply until
-//! [`Word::Taken`] says that it was decoded. Others go through the ring.
+//! A long message is encoded in the outbox, and the other end copies it from there to where it wants it: one copy, where a ring
+//! takes two, and needs both ends at the same time. A Call is exposed under a handle like any other memory, with an offset that
+//! begins with [`IN_OUTBOX`]; a reply is shown under the handle of the Reply chunk that it would have been written to.
+//! [`Word::Shown`] says which handle. That word is cleared before anything else is written to the outbox, and read before and
+//! after each copy: an end that has copied what was no longer there finds out. One message at a time has the outbox: a Call until
+//! its end, a reply until [`Word::Taken`] says that it was decoded. Other messages go through the ring.
 //!
-//! **The peer is hostile.** What it writes changes at any moment. Of its memory there is never a reference, a slice or a
-//! `Region`: words are loaded as atomics, each once, and bytes are copied into memory of our own before anybody looks at them.
-//! What it has passed to us cannot shrink under our hands (`F_SEAL_SHRINK`), which would be a SIGBUS, and is of exactly the
+//! **The peer is hostile.** What it writes may change at any moment. There is never a reference to its memory, nor a slice or a
+//! `Region` of it: words are loaded as atomics, each once, and bytes are copied into memory of our own before anybody looks at
+//! them. What it has passed to us cannot shrink under our hands (`F_SEAL_SHRINK`), which would be a SIGBUS, and has exactly the
 //! length that we map.
 //!
-//! What we write the peer can only read: it gets a descriptor that is open for reading, of a file that nobody but its owner
-//! may open again.
+//! The peer can only read what we write: it gets a descriptor that is open for reading, of a file that nobody but its owner may
+//! open again.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -34,30 +34,30 @@ use super::{Buf, IoVec, IoVecMut, Region};
 use crate::wire::{Handle, Segment};
 use crate::{fork, process, sync, wait};
 
-/// Bytes of the ring, a power of two: more than the caches of two processors, and so many that most messages go into it as a
-/// whole, while their receiver is elsewhere.
+/// Bytes of the ring, a power of two: more than the caches of two processors, and enough for most messages to go into it whole
+/// while their receiver is busy elsewhere.
 pub const RING: usize = 4 << 20;
 
-/// Bytes of it that are used by short messages, and by connections beyond the first few: a power of two.
+/// Bytes of the ring that short messages, and connections beyond the first few, use: a power of two.
 pub const NARROW: usize = 256 << 10;
 
-/// Bytes of the outbox, which lies behind the ring: most long messages fit.
+/// Bytes of the outbox, which lies after the ring: most long messages fit.
 pub const OUTBOX: usize = 4 << 20;
 
-/// Begins the offsets of what lies in an outbox.
+/// The beginning of the offsets of what lies in an outbox.
 const IN_OUTBOX: u64 = u64::from_be_bytes(*b"outbx\0\0\0");
 
 /// Bytes before the ring, for the words.
 const HEAD: usize = 4 << 10;
 
-/// Bytes of a segment. No multiple of a huge page: memory that the peer has of those, which may run out under our hands, does
-/// not have this length.
+/// Bytes of a segment. Not a multiple of a huge page: memory of huge pages passed by a peer, which may run out under our hands,
+/// cannot have this length.
 pub const SIZE: usize = HEAD + RING + OUTBOX;
 
 /// Segments that a process maps: a process may have 65,530 mappings, and its program needs some.
 const MOST: usize = 16 << 10;
 
-/// How many there are.
+/// How many are mapped now.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 /// What nobody may do to a segment any more.
@@ -69,25 +69,25 @@ const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlag
 pub enum Word {
     /// Bytes that have been put into the ring.
     Produced = 0,
-    /// Which of them lies, or will lie, at its beginning.
+    /// The number of the one that lies, or will lie, at the ring's beginning.
     Base = 1,
-    /// Not 0 while the ring is as long as [`RING`], else it is as long as [`NARROW`].
+    /// Nonzero while the ring is as long as [`RING`]; otherwise it is as long as [`NARROW`].
     Wide = 2,
     /// Bytes that have been taken from the other end's ring.
     Consumed = 16,
-    /// Whether this end waits and has to be woken, how, and which of its waits it is.
+    /// Whether this end waits and has to be woken, how, and which of its waits this is.
     Waits = 32,
-    /// Not 0 while it waits for room in its ring too.
+    /// Nonzero while this end waits for room in its ring too.
     WantsRoom = 33,
-    /// How many other peers it serves just now.
+    /// How many other peers this end is serving now.
     Company = 34,
-    /// How often it has woken the other end by a byte.
+    /// How often this end has woken the other by a byte.
     Woken = 48,
-    /// How often it has rung for it: see [`Bell`].
+    /// How often this end has rung for the other: see [`Bell`].
     Rung = 49,
     /// The handle under which the other end may take what lies in the outbox; 0: it may not.
     Shown = 64,
-    /// The handle under which this end has taken from the other's outbox last what it needs no more.
+    /// The handle of what this end last took from the other's outbox and no longer needs.
     Taken = 80,
 }
 
@@ -111,7 +111,7 @@ impl Mapping {
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        // What a peer says is not for a core dump. Where the kernel cannot leave it out it is there.
+        // What a peer says does not belong in a core dump. Where the kernel cannot leave it out, it is in there.
         // SAFETY: the mapping that was just made.
         unsafe { libc::madvise(base, SIZE, libc::MADV_DONTDUMP) };
         // From here on Drop unmaps.
@@ -140,8 +140,8 @@ impl Mapping {
         unsafe { self.0.add(HEAD + RING) }
     }
 
-    /// The byte of a ring of this length, [`NARROW`] or [`RING`], with this number, and how many follow it before the ring
-    /// begins anew.
+    /// The address of the byte with this number in a ring of this length, [`NARROW`] or [`RING`], and how many bytes there are
+    /// from it to the ring's end.
     fn ring(&self, number: u64, wide: bool) -> (*mut u8, usize) {
         let width = width(wide);
         let at = number as usize & (width - 1);
@@ -165,9 +165,9 @@ pub fn width(wide: bool) -> usize {
 /// The segment that this end writes.
 pub struct Own {
     mapping: Mapping,
-    /// The process that made it: in one that was forked from that the outbox is the parent's.
+    /// The process that made it: in a process forked from it, the outbox is the parent's.
     generation: u64,
-    /// Somebody has the outbox.
+    /// The outbox is in use.
     taken: AtomicBool,
     /// The connection is over: what the peer has not taken yet stays as it is.
     over: AtomicBool,
@@ -180,7 +180,7 @@ impl Own {
     /// The errno of what the kernel refuses: `EMFILE`, `ENOMEM`, `ENOSYS`, `EFBIG`.
     pub fn new() -> io::Result<(Own, OwnedFd)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // Some systems want it said that nothing in it is run; older ones do not know that.
+        // Some systems want to be told that nothing in it is executed; older ones do not know that flag.
         let file = match memfd_create("rpcrdma", flags | MemfdFlags::NOEXEC_SEAL) {
             Err(Errno::INVAL) => memfd_create("rpcrdma", flags)?,
             file => file?,
@@ -202,7 +202,7 @@ impl Own {
                 fcntl_add_seals(&file, SEALS)?;
                 return Ok((own, to_read));
             }
-            // Without /proc: then nobody writes it but through mappings that are there, which nobody but us has.
+            // Without /proc: then it can be written only through existing mappings, which nobody but us has.
             Err(_) => (file, SEALS | SealFlags::FUTURE_WRITE),
         };
         fcntl_add_seals(&file, seals)?;
@@ -221,45 +221,45 @@ impl Own {
         wait::tell_change(rung);
     }
 
-    /// Puts `len` bytes into the ring, of those that `from` names from byte `at` on. `number`: of the first, counted from the
-    /// one that lies at the ring's beginning; `wide`: whether that is [`RING`] long.
+    /// Puts `len` bytes into the ring: those that `from` names, from its byte `at` on. `number`: that of the first byte, counted
+    /// from the one at the ring's beginning; `wide`: whether the ring is [`RING`] long.
     ///
     /// # Panics
-    /// When `from` has not so many, or the ring is shorter.
+    /// When `from` has fewer bytes, or the ring is shorter.
     pub fn fill(&self, (number, wide): (u64, bool), from: &IoVec<'_>, at: usize, len: usize) {
         assert!(len <= width(wide) && at <= from.len() && len <= from.len() - at);
         let source = from.raw.iov_base.cast::<u8>().cast_const().wrapping_add(at);
         let (place, before_end) = self.mapping.ring(number, wide);
         let first = len.min(before_end);
-        // SAFETY: `from` names readable bytes as long as it lives (its invariant), so many (checked above); the target lies in
-        // our mapping, of which there is no reference, and which nothing that can be named by an IoVec overlaps.
+        // SAFETY: `from` names readable bytes as long as it lives (its invariant), enough of them (checked above); the target
+        // lies in our mapping, to which there is no reference, and which nothing that an IoVec can name overlaps.
         unsafe { libc::memcpy(place.cast(), source.cast(), first) };
         let (start, _) = self.mapping.ring(number.wrapping_add(first as u64), wide);
         // SAFETY: as above, from the ring's beginning on.
         unsafe { libc::memcpy(start.cast(), source.wrapping_add(first).cast(), len - first) };
     }
 
-    /// The outbox, if nobody has it: address and bytes. It is the caller's until [`Own::give_back`].
+    /// The outbox, if it is free: address and bytes. It is the caller's until [`Own::give_back`].
     pub fn take_outbox(&self) -> Option<(NonNull<u8>, usize)> {
         let is_free = || self.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok();
         (self.is_in_use() && is_free()).then(|| {
-            // That nothing is shown comes before what is written from here on: a peer that copies some of it finds out.
+            // That nothing is shown precedes what is written from here on: a peer that copies some of that finds out.
             fence(Release);
             (self.outbox(), OUTBOX)
         })
     }
 
-    /// Whether this process may write what the peer takes by itself.
+    /// Whether this process may write what the peer fetches by itself.
     fn is_in_use(&self) -> bool {
         self.generation == fork::generation() && !self.over.load(Relaxed)
     }
 
-    /// The connection is over. What lies in the outbox is the peer's to take still.
+    /// The connection is over. The peer may still take what lies in the outbox.
     pub fn end(&self) {
         self.over.store(true, Relaxed);
     }
 
-    /// Nobody needs any more what lies in the outbox.
+    /// What lies in the outbox is no longer needed.
     pub fn give_back(&self) {
         if self.is_in_use() {
             self.word(Word::Shown).store(0, Relaxed);
@@ -273,7 +273,8 @@ impl Own {
         Some(IN_OUTBOX | at as u64)
     }
 
-    /// Lets the peer take what lies at this address, under `handle`. As [`Own::offset_of`]; and `None` in a child that was forked.
+    /// Lets the peer take what lies at this address, under `handle`. Returns what [`Own::offset_of`] does; and `None` in a forked
+    /// child.
     pub fn show(&self, address: usize, handle: u32) -> Option<u64> {
         let offset = self.offset_of(address).filter(|_| self.is_in_use())?;
         self.word(Word::Shown).store(handle.into(), Release);
@@ -285,8 +286,8 @@ impl Own {
     }
 }
 
-/// What a thread may sleep on, without a descriptor, until the peer rings for it. It must have a limit of its own: a peer that
-/// has gone does not.
+/// Something on which a thread can sleep, without a descriptor, until the peer rings. The sleep must have a time limit of its
+/// own: a peer that has gone does not ring.
 pub struct Bell {
     theirs: Arc<Theirs>,
     /// How often it had rung when this was made.
@@ -294,7 +295,7 @@ pub struct Bell {
 }
 
 impl Bell {
-    /// The peer's, as it is now: what it does from here on is not missed.
+    /// The peer's bell, as it is now: no ring from here on is missed.
     pub fn of(theirs: &Arc<Theirs>) -> Bell {
         Bell { theirs: theirs.clone(), rung: theirs.0.half(Word::Rung).load(Acquire) }
     }
@@ -311,7 +312,7 @@ impl Bell {
     }
 }
 
-/// The segment that the peer writes, or whoever it may be.
+/// The segment that the peer, or whoever it may be, writes.
 pub struct Theirs(Mapping);
 
 impl Theirs {
@@ -320,7 +321,7 @@ impl Theirs {
     /// # Errors
     /// `EINVAL` for anything but a segment that keeps its length; the errno of what the kernel refuses.
     pub fn new(file: OwnedFd) -> io::Result<Theirs> {
-        // Other files than those of memory have no seals.
+        // Only files in memory have seals.
         let seals = fcntl_get_seals(file.as_fd())?;
         if !seals.contains(SEALS) || fstat(&file)?.st_size != SIZE as i64 {
             return Err(Errno::INVAL.into());
@@ -328,22 +329,22 @@ impl Theirs {
         Ok(Theirs(Mapping::new(&file, libc::PROT_READ)?))
     }
 
-    /// What a word says now. What was written before it is seen too.
+    /// What a word says now. What was written before it is visible too.
     pub fn get(&self, word: Word) -> u64 {
         self.0.word(word).load(Acquire)
     }
 
-    /// Copies `len` bytes of the ring to what `to` names from byte `at` on. `number`, `wide`: as in [`Own::fill`].
+    /// Copies `len` bytes of the ring to what `to` names, from its byte `at` on. `number`, `wide`: as in [`Own::fill`].
     ///
     /// # Panics
-    /// When `to` has not so many, or the ring is shorter.
+    /// When `to` has fewer bytes, or the ring is shorter.
     pub fn take(&self, (number, wide): (u64, bool), to: &mut IoVecMut<'_>, at: usize, len: usize) {
         assert!(len <= width(wide) && at <= to.len() && len <= to.len() - at);
         let target = to.raw.iov_base.cast::<u8>().wrapping_add(at);
         let (place, before_end) = self.0.ring(number, wide);
         let first = len.min(before_end);
-        // SAFETY: `to` names bytes that are ours to write as long as it lives (its invariant), so many (checked above); the
-        // source lies in the mapping. The peer may write it meanwhile: the bytes are then any bytes.
+        // SAFETY: `to` names bytes that are ours to write as long as it lives (its invariant), enough of them (checked above);
+        // the source lies in the mapping. The peer may write it meanwhile: the bytes may then be anything.
         unsafe { libc::memcpy(target.cast(), place.cast_const().cast(), first) };
         let (start, _) = self.0.ring(number.wrapping_add(first as u64), wide);
         // SAFETY: as above, from the ring's beginning on.
@@ -353,8 +354,8 @@ impl Theirs {
 
 /// Bytes in the outbox of a peer, for as long as it shows them.
 ///
-/// It may change them at any time, and take them back: each byte is copied once, and what was copied counts only if they were
-/// shown all the while.
+/// The peer may change them at any time, and take them back: each byte is copied once, and what was copied counts only if the
+/// bytes were shown all the while.
 pub struct Shown {
     /// To say that they were taken.
     own: Arc<Own>,
@@ -365,7 +366,7 @@ pub struct Shown {
 }
 
 impl Shown {
-    /// Those that a segment of the peer names, if they lie there.
+    /// The bytes that a segment of the peer names, if they lie in its outbox and are shown.
     pub fn of(own: &Arc<Own>, theirs: &Arc<Theirs>, segment: Segment) -> Option<Shown> {
         let Segment { handle: Handle(handle), length, offset } = segment;
         let (at, len) = (usize::try_from(offset ^ IN_OUTBOX).ok()?, length as usize);
@@ -384,8 +385,8 @@ impl Shown {
         self.handle
     }
 
-    /// As many of them as `head` has room for, and those that follow. `None` where there are no more, or they are not shown any
-    /// more.
+    /// Splits off as many of them as `head` has room for; returns these and the rest. `None` where there is no rest, or they are
+    /// no longer shown.
     pub fn split(mut self, mut head: Buf) -> Option<(Region, Shown)> {
         let n = head.capacity();
         let left = self.len.checked_sub(n).filter(|left| *left > 0)?;
@@ -399,11 +400,11 @@ impl Shown {
         self.theirs.get(Word::Shown) == u64::from(self.handle)
     }
 
-    /// Copies as many of them as `to` names, from number `from` on. False when the peer has taken them back: what was copied is
-    /// to be forgotten.
+    /// Fills `to` with a copy of them, from byte `from` on. Returns false when the peer has taken them back: what was copied must
+    /// be discarded then.
     ///
     /// # Panics
-    /// When there are not so many.
+    /// When there are fewer.
     #[must_use]
     pub fn copy(&self, from: usize, mut to: IoVecMut<'_>) -> bool {
         assert!(from <= self.len && to.len() <= self.len - from);
@@ -411,15 +412,15 @@ impl Shown {
             return false;
         }
         let source = self.theirs.0.outbox().as_ptr().wrapping_add(self.at + from);
-        // SAFETY: `to` names bytes that are ours to write as long as it lives (its invariant); so many lie in the mapping from
-        // `source` on (checked above, and in `of`). The peer may write them meanwhile: the bytes are then any bytes.
+        // SAFETY: `to` names bytes that are ours to write as long as it lives (its invariant); as many lie in the mapping from
+        // `source` on (checked above, and in `of`). The peer may write them meanwhile: the bytes may then be anything.
         unsafe { libc::memcpy(to.as_mut_ptr(), source.cast_const().cast(), to.len()) };
         fence(Acquire);
         self.is_there()
     }
 }
 
-/// Nobody needs them any more.
+/// Says that they are no longer needed.
 impl Drop for Shown {
     fn drop(&mut self) {
         if self.own.is_in_use() {

@@ -28,7 +28,7 @@ fn a_forked_child_counts_what_it_holds_itself() {
         let begins = !connection.is_full() && !memory.is_crowded();
         let own = received(RECEIVES_SHARE + 1);
         let anew = pulls().is_some_and(|staging| !staging.block.charge.as_ref().unwrap().leads.load(Relaxed));
-        // What it has of its parent's counts nothing when it goes.
+        // What it holds of its parent's counts as nothing when it is dropped.
         drop(inherited.lock().unwrap().take());
         let counted = connection.own_received() == RECEIVES_SHARE + 1;
         drop(own);
@@ -125,7 +125,7 @@ fn no_bytes_may_be_lent_from_nowhere() {
 
 const MIB: usize = 1 << 20;
 
-/// The oldest Call of a connection whose peer has this address.
+/// Staging memory for a Call of `len` bytes, if `bytes` of it may be pulled.
 fn pull(memory: &Memory, len: usize, bytes: usize) -> Option<Sink> {
     let staging = memory.staging(len, None).unwrap();
     memory.may_pull(&staging, bytes, false).then_some(staging)
@@ -319,7 +319,7 @@ fn receives_count_long_messages_as_far_as_they_have_come() {
     assert_eq!(memory.received.bytes(), 0);
 }
 
-/// So many blocks of so many bytes each.
+/// `count` blocks with `bytes` bytes each.
 fn blocks(pool: &Arc<Pool>, count: usize, bytes: usize) -> Vec<Buf> {
     let taken = (0..count).map(|_| {
         let mut buf = pool.take().unwrap();
@@ -344,7 +344,7 @@ fn more_blocks_are_idle_in_a_series_and_not_after_it() {
     assert_eq!(pool.cool(now), Some(pool::SERIES));
     assert_eq!(pool.cool(now + 2 * pool::SERIES.as_nanos() as u64), None);
     assert_eq!((idle(), pool.keeps()), (4, false));
-    // The latest one is taken first: caches know it.
+    // The latest one is taken first: it is in the caches.
     let mut twenty = blocks(&pool, 20, BLOCK);
     let latest = twenty.pop().unwrap();
     let at = latest.as_ptr();
@@ -352,12 +352,12 @@ fn more_blocks_are_idle_in_a_series_and_not_after_it() {
     drop(latest);
     let _hot = pool.take_hot();
     assert_eq!(pool.take().unwrap().block.raw.ptr.as_ptr().cast_const(), at);
-    // Nobody asks: the next one that is given back sees to it.
+    // Nobody calls `cool`: the next block that is given back has the same effect.
     assert!(pool.keeps() && idle() > 4);
     pool.set_long(1);
     drop(pool.take().unwrap());
     assert_eq!((idle(), pool.keeps()), (4, false));
-    // One after a while is no series, nor are short ones.
+    // Blocks given back after a while are not a series, nor are short ones.
     let some = blocks(&pool, 20, BLOCK);
     for block in some {
         pool.set_long(0);
@@ -369,7 +369,7 @@ fn more_blocks_are_idle_in_a_series_and_not_after_it() {
     assert_eq!(short.idle().map(|idle| idle.len()), Some(4));
 }
 
-/// Whoever claims more bytes of its reply than it wrote shows the program what was there before.
+/// A server that claims more bytes of its reply than it wrote would show the program what was there before.
 #[test]
 fn a_reply_chunk_shows_one_server_nothing_of_what_another_one_wrote() {
     let memory = Memory::new(4096, 4 << 20, 0);
@@ -403,7 +403,7 @@ fn a_reply_chunk_shows_one_server_nothing_of_what_another_one_wrote() {
 #[test]
 fn a_forked_child_does_not_wait_for_a_thread_that_had_the_idle_blocks() {
     let pool = Pool::new(PAGE, PAGE, 8);
-    // One goes where no lock is needed, the other one to those that have one.
+    // One block goes where no lock is needed, the other to those behind the lock.
     let two = || [pool.take().unwrap(), pool.take().unwrap()];
     drop(two());
     let (tell, told) = std::sync::mpsc::channel();
@@ -417,7 +417,7 @@ fn a_forked_child_does_not_wait_for_a_thread_that_had_the_idle_blocks() {
         });
         told.recv().unwrap();
         let child = crate::fork::testing::fork(|| {
-            // SAFETY: touches no memory. What hangs is ended.
+            // SAFETY: touches no memory. It ends a child that hangs.
             unsafe { libc::alarm(20) };
             drop(inherited.lock().unwrap().take());
             let mut fresh = two();
@@ -467,7 +467,7 @@ fn slabs_lie_in_one_mapping_and_come_back() {
     let second = slabs.take().unwrap();
     assert_eq!((len, slabs.left(), first.capacity()), (2 * PAGE, 0, PAGE));
     assert!(slabs.take().is_none() && first.as_ptr().addr() - start < len);
-    // One that grows leaves its place, and takes its bytes along.
+    // A block that grows leaves its place, and takes its bytes along.
     first.extend(&[8; PAGE]).unwrap();
     assert_eq!((first[4], first[5], slabs.left()), (7, 8, 1));
     let memory = Memory::new(1000, 1000, 1000).connection(Some(slabs.clone()), None);
@@ -476,7 +476,7 @@ fn slabs_lie_in_one_mapping_and_come_back() {
     assert!(memory.message().unwrap().capacity() > PAGE, "an ordinary one");
     let sink = second.into_sink(PAGE);
     assert_eq!(sink.address(), start + PAGE);
-    // With a pool for what grows, that goes there.
+    // With a pool for blocks that grow, a block that grows goes there.
     third.extend(&[9; 10]).unwrap();
     third.reserve(PAGE + 1).unwrap();
     assert!(third.block.pool.upgrade().is_some() && third[..] == [9; 10]);
@@ -513,7 +513,7 @@ fn long_messages_in_a_series_find_their_pages_and_keep_them_no_longer_than_that(
         buf.extend(&vec![9; bytes]).unwrap();
         buf
     };
-    // Who looks uses it too.
+    // Looking uses a block too.
     let found = |at: usize| {
         let mut buf = pool.take().unwrap();
         buf.set_len(at + 1);
@@ -529,7 +529,7 @@ fn long_messages_in_a_series_find_their_pages_and_keep_them_no_longer_than_that(
     drop(used(LONG));
     assert!(pool.keeps());
     drop(used(10));
-    // One that is short beside it does not get its memory, nor the next long one that of the short one.
+    // A short message beside it does not get its memory, nor does the next long one get that of the short one.
     let long = used(LONG);
     let short = used(10);
     drop(long);
@@ -542,7 +542,7 @@ fn long_messages_in_a_series_find_their_pages_and_keep_them_no_longer_than_that(
     assert_eq!(pool.cool(now), Some(pool::SERIES));
     assert_eq!(pool.cool(now + 2 * pool::SERIES.as_nanos() as u64), None);
     assert!(!pool.keeps() && found(8191) && !found(8192));
-    // Nobody asks: the next one that is given back sees to it.
+    // Nobody calls `cool`: the next block that is given back has the same effect.
     drop(used(LONG));
     drop(used(LONG));
     assert!(pool.keeps());
@@ -558,7 +558,7 @@ fn pages_are_given_back_though_what_others_keep_is_no_number_of_pages() {
     short.extend(&[9; 8193]).unwrap();
     long.extend(&vec![9; 100_000]).unwrap();
     drop(short);
-    // They are no series.
+    // They are not a series.
     pool.set_long(0);
     drop(long);
     let mut long = pool.take().unwrap();
@@ -576,7 +576,7 @@ fn one_long_message_finds_its_pages_where_no_other_keeps_any() {
     };
     let (first, second) = (used(&pool), used(&pool));
     drop(first);
-    // They are no series.
+    // They are not a series.
     pool.set_long(0);
     drop(second);
     let kept = |buf: &mut Buf| {
@@ -596,8 +596,8 @@ fn ranges_outside_name_no_memory() {
     assert!(sink.iovec(usize::MAX, 2).is_none());
 }
 
-/// Address space may be limited: what is idle takes none of a message that comes. In a child, for the pools of other tests are
-/// the process's too.
+/// Address space may be limited: idle blocks take none from a message that arrives. In a child, since the pools of other tests
+/// belong to the process too.
 #[test]
 fn where_there_is_no_memory_idle_blocks_are_given_back() {
     let given_back = || {

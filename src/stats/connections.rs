@@ -1,7 +1,7 @@
 //! The places of connections in the page.
 //!
-//! Which of them are taken is remembered outside of the page, which is not to be trusted. What a connection is is written under
-//! a sequence number; its figures are words of their own, each written by whoever has the lock of the connection.
+//! Which places are taken is remembered outside the page, which is not to be trusted. What describes a connection is written
+//! under a sequence number; its figures are words of their own, each written by whoever has the lock of the connection.
 #![forbid(unsafe_code)]
 
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, fence};
 use super::layout::{self, Head, SLOT_WORDS, SLOTS, Slot};
 use super::page;
 
-/// What a connection is.
+/// What describes a connection.
 pub struct Facts {
     /// We have accepted it.
     pub accepted: bool,
@@ -41,15 +41,15 @@ pub struct Connection {
     words: &'static Words,
     /// The number of its place, if it has one.
     place: Option<usize>,
-    /// In which process that was looked for, by [`page::epoch`]; 0: never.
+    /// The [`page::epoch`] in which a place was looked for; 0: never.
     epoch: u64,
-    /// It is among those that have no place.
+    /// It is counted among those that have no place.
     uncounted: bool,
 }
 
 type Words = [AtomicU64; SLOT_WORDS];
 
-/// Of the connections without a place: a few, so that threads do not all write to the same ones.
+/// Words for connections without a place: a few, so that threads do not all write to the same ones.
 static NOWHERE: [Words; 16] = [const { [const { AtomicU64::new(0) }; SLOT_WORDS] }; 16];
 
 fn nowhere() -> &'static Words {
@@ -64,7 +64,7 @@ impl Default for Connection {
 }
 
 impl Connection {
-    /// Whether it is to be shown (anew): it is not, or this is a child of the process that has.
+    /// Whether it is to be shown (again): it is not shown, or this is a child of the process that has shown it.
     #[inline]
     pub fn is_stale(&self) -> bool {
         self.epoch != page::epoch()
@@ -89,20 +89,20 @@ impl Connection {
         }
     }
 
-    /// Adds to one of its figures. By who has the lock of the connection.
+    /// Adds to one of its figures. Only for whoever has the lock of the connection.
     #[inline]
     pub fn add(&self, word: Slot, n: u64) {
         let word = &self.words[word as usize];
         word.store(word.load(Relaxed).wrapping_add(n), Relaxed);
     }
 
-    /// What one of its figures is now.
+    /// Sets one of its figures.
     #[inline]
     pub fn put(&self, word: Slot, n: u64) {
         self.words[word as usize].store(n, Relaxed);
     }
 
-    /// What changes with each message.
+    /// Sets what changes with each message.
     #[inline]
     pub fn set(&self, figures: Figures) {
         self.put(Slot::Granted, figures.granted.into());
@@ -114,7 +114,7 @@ impl Connection {
     fn hide(&mut self) {
         let (words, place) = (std::mem::replace(&mut self.words, nowhere()), self.place.take());
         let uncounted = std::mem::take(&mut self.uncounted);
-        // What a parent has taken is not this process's to give back.
+        // This process must not give back what a parent has taken.
         if !page::is_own(self.epoch) {
             return;
         }
@@ -151,13 +151,13 @@ fn claim() -> Option<usize> {
     (0..SLOTS).find(free)
 }
 
-/// In a forked child, before it has a page.
+/// Called in a forked child, before it has a page.
 pub(super) fn forget() {
     TAKEN.iter().for_each(|taken| taken.store(false, Relaxed));
     WITHOUT.store(0, Relaxed);
 }
 
-/// Writes what a connection is, with all figures 0.
+/// Writes what describes a connection, with all figures 0.
 fn write(slot: &Words, facts: &Facts) {
     change(slot, |slot| {
         let put = |from: Slot, words: &[u64]| {
@@ -175,7 +175,7 @@ fn write(slot: &Words, facts: &Facts) {
     });
 }
 
-/// Changes what a connection is: a reader finds the sequence number odd, or another one than before.
+/// Changes what describes a connection: a reader finds the sequence number odd, or different from before.
 fn change(slot: &Words, f: impl FnOnce(&Words)) {
     let sequence = &slot[Slot::Sequence as usize];
     let before = sequence.load(Acquire) & !1;

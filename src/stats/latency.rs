@@ -1,11 +1,11 @@
 //! How long calls take, by procedure: histograms with four buckets for each power of two.
 //!
 //! Owns which bucket a time belongs to, what a percentile of such buckets is, and who has which histogram. Which procedure has
-//! which is remembered outside of the page, which is not to be trusted.
+//! which histogram is remembered outside the page, which is not to be trusted.
 //!
 //! # Invariants
-//! - A procedure gets its histogram for good; when there is none left it is counted with all others.
-//! - What a peer sends gets none by itself: a server asks for one only when its program has answered with success.
+//! - A procedure gets its histogram for good; when there is none left, the procedure is counted with all others.
+//! - What a peer sends does not get one by itself: a server asks for one only when its program has answered with success.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -31,7 +31,7 @@ pub fn bucket(nanos: u64) -> usize {
     (4 * (power - 1) + (units >> (power - 2)) as usize - 4).min(BUCKETS - 1)
 }
 
-/// Where a bucket begins, in nanoseconds; that of [`BUCKETS`] is where the last but one ends.
+/// Where a bucket begins, in nanoseconds; for [`BUCKETS`], where the last but one ends.
 #[cfg(any(test, feature = "tool"))]
 pub fn begin(bucket: usize) -> u64 {
     let bucket = bucket.min(BUCKETS - 1);
@@ -43,7 +43,7 @@ pub fn begin(bucket: usize) -> u64 {
 }
 
 /// The time in nanoseconds that `part` (0.99) of all calls did not exceed, from their number in each bucket; `None` without a
-/// call. It lies in the bucket of the true one, which is a quarter of its beginning wide.
+/// call. It lies in the bucket of the exact value, whose width is at most a quarter of its beginning.
 #[cfg(any(test, feature = "tool"))]
 pub fn percentile(buckets: &[u64], part: f64) -> Option<u64> {
     let total = buckets.iter().fold(0u64, |sum, n| sum.saturating_add(*n));
@@ -55,7 +55,7 @@ pub fn percentile(buckets: &[u64], part: f64) -> Option<u64> {
     for (at, &calls) in buckets.iter().enumerate() {
         if before.saturating_add(calls) >= rank {
             let (low, high) = (begin(at), begin(at + 1).max(begin(at)));
-            // As if those of a bucket were spread evenly over it.
+            // As if the calls of a bucket were spread evenly over it.
             let within = (rank - before) as f64 / calls as f64;
             return Some(low + ((high - low) as f64 * within) as u64);
         }
@@ -72,11 +72,11 @@ impl Names {
     /// Those of a call.
     #[inline]
     pub fn of(call: &[u8]) -> Names {
-        // Where there are none, they are not those of any procedure that has a histogram of its own.
+        // Where there are none, these are not those of any procedure that has a histogram of its own.
         Names(call.get(12..24).and_then(|names| names.try_into().ok()).unwrap_or([0xff; 12]))
     }
 
-    /// What they are the names of, if we `serve` it.
+    /// The procedure that they name: one that we `serve`, or else call.
     #[inline]
     pub fn procedure(self, serve: bool) -> Procedure {
         let [a, b, c, d, e, f, g, h, i, j, k, l] = self.0;
@@ -90,7 +90,7 @@ impl Names {
 pub struct Recent(Option<(u64, Names, Histogram)>);
 
 impl Recent {
-    /// As [`Procedure::histogram`], for a request with these names.
+    /// Does what [`Procedure::histogram`] does, for a request with these names.
     #[inline]
     pub fn served(&mut self, names: Names, known: impl FnOnce() -> bool) -> Option<Histogram> {
         match self.0 {
@@ -103,7 +103,7 @@ impl Recent {
     fn find(&mut self, names: Names, known: impl FnOnce() -> bool) -> Option<Histogram> {
         let (epoch, procedure) = (page::epoch(), names.procedure(true));
         let histogram = procedure.histogram(known)?;
-        // What is among all others now may get one of its own.
+        // A procedure counted among all others now may still get a histogram of its own.
         if !std::ptr::eq(histogram.0, page::page()?.histogram(0)) {
             self.0 = Some((epoch, names, histogram));
         }
@@ -119,7 +119,7 @@ impl Procedure {
     /// All that have no histogram of their own.
     const OTHER: u64 = 1;
 
-    /// Of a call that we make or, if we `serve` it, have got.
+    /// The procedure of a call that we make or, if we `serve` it, have received.
     #[inline]
     pub fn new(program: u32, version: u32, procedure: u32, serve: bool) -> Procedure {
         if version >= 1 << 14 || procedure >= 1 << 16 {
@@ -129,8 +129,8 @@ impl Procedure {
         Procedure(u64::from(program) << 32 | u64::from(small))
     }
 
-    /// Where its calls are counted, if there is a page. `known` tells whether it exists, and may have a histogram of its own
-    /// if it has none.
+    /// Where its calls are counted, if there is a page. `known` tells whether the procedure exists, and so may get a histogram of
+    /// its own if it has none.
     #[inline]
     pub fn histogram(self, known: impl FnOnce() -> bool) -> Option<Histogram> {
         let page = page::page()?;
@@ -194,15 +194,15 @@ impl Histogram {
     }
 }
 
-/// What time it is, in nanoseconds since some time.
+/// The time, in nanoseconds since some fixed time.
 ///
-/// Not an Instant, whose differences take more instructions than to ask the clock.
+/// Not an Instant, whose differences take more instructions than reading the clock.
 #[inline]
 pub fn clock() -> u64 {
     nanoseconds(ClockId::Monotonic)
 }
 
-/// The same as of the kernel's latest tick, some milliseconds ago at most: that is known without asking the processor.
+/// The same as of the kernel's latest tick, some milliseconds ago at most, which is known without asking the processor.
 #[inline]
 pub fn tick() -> u64 {
     nanoseconds(ClockId::MonotonicCoarse)
@@ -213,8 +213,8 @@ fn nanoseconds(clock: ClockId) -> u64 {
     (now.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(now.tv_nsec as u64)
 }
 
-/// The Instant of a [`clock`]: to measure from it and to wait from it on, with one look at the time. Of one from
-/// before the first that was asked for: that of the first.
+/// The Instant of a [`clock`], to measure from and to wait from, with one look at the time. For one from before the first that
+/// was asked for: the Instant of the first.
 #[inline]
 pub fn instant(at: u64) -> Instant {
     static FIRST: OnceBox<(u64, Instant)> = OnceBox::new();
@@ -222,10 +222,10 @@ pub fn instant(at: u64) -> Instant {
     *first + Duration::from_nanos(at.saturating_sub(*clock))
 }
 
-/// For who reads the page.
+/// For readers of the page.
 #[cfg(any(test, feature = "tool"))]
 impl Procedure {
-    /// As the word of a histogram; `None` for 0.
+    /// The procedure of a histogram's word; `None` for 0.
     pub fn of_word(word: u64) -> Option<Procedure> {
         (word != 0).then_some(Procedure(word))
     }
@@ -237,7 +237,7 @@ impl Procedure {
         (word != Procedure::OTHER).then_some(numbers)
     }
 
-    /// Whether we have answered it; else we have called it.
+    /// Whether we have answered it; otherwise we have called it.
     pub fn is_served(self) -> bool {
         self.0 & 2 != 0
     }
@@ -246,7 +246,7 @@ impl Procedure {
 /// Whose the histograms are.
 static OWNERS: [AtomicU64; HISTOGRAMS] = [const { AtomicU64::new(0) }; HISTOGRAMS];
 
-/// In a forked child, before it has a page.
+/// Called in a forked child, before it has a page.
 pub(super) fn forget() {
     OWNERS.iter().for_each(|owner| owner.store(0, Relaxed));
 }
@@ -322,7 +322,7 @@ mod tests {
 
     #[test]
     fn a_clock_is_an_instant_and_the_time_between_two_of_them_is_the_same() {
-        // Time begins for it with the first one.
+        // The first call sets where time begins for it.
         instant(clock());
         let (began, before) = (clock(), Instant::now());
         let at = instant(began);

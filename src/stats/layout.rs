@@ -1,8 +1,8 @@
-//! What the page looks like that `rpcrdma stat` reads: words of 64 bits in the byte order of the machine.
+//! The layout of the page that `rpcrdma stat` reads: words of 64 bits in the byte order of the machine.
 //!
 //! A header ([`Head`]), the table of counters, [`SLOTS`] connections of [`Slot`] words each, and [`HISTOGRAMS`] histograms.
-//! Offsets, sizes and numbers stand in the header, and a reader goes by them: counters and words are added at the end of
-//! theirs without a new [`VERSION`]; anything else is a new one.
+//! Offsets, sizes and numbers are in the header, and a reader goes by them: new counters and words go at the end of their part
+//! without a new [`VERSION`]; any other change needs a new one.
 #![forbid(unsafe_code)]
 
 use std::net::{IpAddr, SocketAddr};
@@ -12,10 +12,10 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddrV6};
 /// The name of the file in memory, which the kernel shows as `/memfd:rpcrdma-stats (deleted)`.
 pub const NAME: &str = "rpcrdma-stats";
 
-/// The first word, written last: the rest is there.
+/// The first word, written last: once it is there, the rest is too.
 pub const MAGIC: u64 = u64::from_ne_bytes(*b"rpcrdma\x01");
 
-/// Of this layout.
+/// The version of this layout.
 pub const VERSION: u64 = 1;
 
 /// Connections that have a place of their own.
@@ -40,7 +40,7 @@ pub enum Head {
     Version,
     /// Bytes of the page.
     Size,
-    /// Where the counters are, in bytes from the beginning, and how many.
+    /// Where the counters are, in bytes from the beginning.
     Counters,
     /// How many.
     CounterCount,
@@ -48,13 +48,13 @@ pub enum Head {
     Slots,
     /// Bytes of each.
     SlotSize,
-    /// How many have room.
+    /// How many there is room for.
     SlotCount,
     /// Where the histograms are, in bytes.
     Histograms,
     /// Bytes of each.
     HistogramSize,
-    /// How many have room.
+    /// How many there is room for.
     HistogramCount,
     /// The process, by its own namespace.
     Pid,
@@ -72,7 +72,7 @@ pub enum Head {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Slot {
-    /// Odd while the words up to [`Slot::Fd`] change; another number than before: it is another connection.
+    /// Odd while the words up to [`Slot::Local`] change; when the number differs from before, it is another connection.
     Sequence,
     /// 0: nobody's; 1: we have opened it; 2: we have accepted it.
     End,
@@ -129,7 +129,7 @@ pub const HISTOGRAM_HEAD: usize = 2;
 /// Powers of two that have four buckets each: from a microsecond up to 137 seconds.
 pub const POWERS: usize = 27;
 
-/// Buckets of a histogram: four below those, and the last is for what takes longer than all others.
+/// Buckets of a histogram: four below those, and the last for what takes longer than all others hold.
 pub const BUCKETS: usize = 4 + 4 * POWERS + 1;
 
 /// Words of a histogram in all.
@@ -160,7 +160,7 @@ pub fn text<const N: usize>(text: &str) -> [u64; N] {
     })
 }
 
-/// The text of words, as it may be: what is not UTF-8 is replaced.
+/// The text of words, whatever they hold: what is not UTF-8 is replaced.
 #[cfg(any(test, feature = "tool"))]
 pub fn text_of(words: &[u64]) -> String {
     let bytes: Vec<u8> =
@@ -182,7 +182,7 @@ pub fn address(address: Option<SocketAddr>) -> [u64; ADDRESS_WORDS] {
     [family << 32 | u64::from(address.port()), scope.into(), (bits >> 64) as u64, bits as u64]
 }
 
-/// The address of words; `None` where there is none, or no such one.
+/// The address of words; `None` where there is none, or no valid one.
 #[cfg(any(test, feature = "tool"))]
 pub fn address_of(words: &[u64]) -> Option<SocketAddr> {
     let &[head, scope, high, low] = words else { return None };

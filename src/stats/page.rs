@@ -1,8 +1,8 @@
 //! The page that others may watch: a file in memory with a name of ours, which is found among the descriptors of this process.
 //!
-//! It comes with the first connection and goes with the process. The kernel says who may open it: who may look into this
-//! process. It can neither shrink, which would be a SIGBUS here, nor be written by anybody else; where it cannot be made,
-//! the counters stay where they are, and nobody is told.
+//! It comes with the first connection and goes with the process. The kernel lets those open it who may look into this process. It
+//! can neither shrink, which would be a SIGBUS here, nor be written by anybody else. Where it cannot be made, the counters stay
+//! where they are, and nobody is told.
 //!
 //! After fork(2) the child has neither descriptor nor page: private memory lies in its place, for whatever holds references to
 //! it. It makes a page of its own with its first connection or call.
@@ -26,7 +26,7 @@ use super::layout::{
 use super::{COUNT, TABLE, Table};
 use crate::process;
 
-/// The least number of its descriptor, where the limit allows it: programs expect the low ones for files of theirs.
+/// The lowest number for its descriptor, where the limit allows it: programs expect the low ones for their own files.
 const LOW: RawFd = 200;
 
 /// The page, all of it atomic words: whoever else writes to it changes numbers and nothing more.
@@ -59,7 +59,7 @@ impl Page {
         &self.histograms[at]
     }
 
-    /// Says what it is. The magic number comes last.
+    /// Writes the header. The magic number comes last.
     fn introduce(&self) {
         let put = |word: Head, n: u64| self.head(word).store(n, Relaxed);
         let text = |from: Head, words: &[u64]| {
@@ -82,7 +82,7 @@ impl Page {
         text(Head::Library, &layout::text::<4>(env!("CARGO_PKG_VERSION")));
         let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
         text(Head::Program, &layout::text::<8>(name.trim_end()));
-        // All calls without a histogram of their own.
+        // For all calls without a histogram of their own.
         self.histogram(0)[0].store(1, Relaxed);
         self.head(Head::Magic).store(MAGIC, Release);
     }
@@ -94,8 +94,8 @@ static COUNTERS: AtomicPtr<Table> = AtomicPtr::new((&raw const TABLE).cast_mut()
 /// The page, if there is one.
 static PAGE: AtomicPtr<Page> = AtomicPtr::new(null_mut());
 
-/// Differs where what was known of the page does not hold any more: the processes on the way from the first one to this one, from 1
-/// on, doubled, and 1 more once there is a page.
+/// Changes when what was known about the page no longer holds: twice the number of processes on the way from the first one to
+/// this one (from 1 on), plus 1 once there is a page.
 static EPOCH: AtomicU64 = AtomicU64::new(2);
 
 /// Whether somebody makes the page, or has tried to, in this process.
@@ -135,13 +135,13 @@ pub fn is_watched() -> bool {
     !PAGE.load(Relaxed).is_null()
 }
 
-/// Differs from what it was when a page was made, and in a forked child.
+/// Changes when a page is made, and in a forked child.
 #[inline]
 pub(super) fn epoch() -> u64 {
     EPOCH.load(Relaxed)
 }
 
-/// Whether it is of this process.
+/// Whether this is an epoch of this process.
 pub(super) fn is_own(epoch: u64) -> bool {
     epoch | 1 == self::epoch() | 1
 }
@@ -156,7 +156,7 @@ pub fn begin() {
     if STATE.load(Relaxed) != NOT_TRIED || STATE.swap(TRIED, AcqRel) != NOT_TRIED {
         return;
     }
-    // A program goes on without: there may be no descriptor left, or no such files.
+    // The program goes on without it: there may be no descriptor left, or the system has no such files.
     let Ok((page, file)) = process::keeping_errno(make) else { return };
     let identity = process::identify(file.as_raw_fd());
     if let Some(identity) = identity {
@@ -164,12 +164,12 @@ pub fn begin() {
         INODE.store(identity.inode, Relaxed);
         FILE.store(std::os::fd::IntoRawFd::into_raw_fd(file), Relaxed);
     }
-    // SAFETY: a mapping of so many bytes that was just made and is never unmapped; all zeros are a page.
+    // SAFETY: a mapping of enough bytes that was just made and is never unmapped; all zeros are a page.
     let page = unsafe { page.as_ref() };
     page.introduce();
     PAGE.store(std::ptr::from_ref(page).cast_mut(), Release);
     COUNTERS.store((&raw const page.counters).cast_mut(), Release);
-    // What others count meanwhile is in one of the two, and never lost: see `snapshot`.
+    // What others count meanwhile is in one of the two tables, and never lost: see `snapshot`.
     for (from, to) in TABLE.iter().zip(&page.counters) {
         to.fetch_add(from.swap(0, Relaxed), Relaxed);
     }
@@ -178,7 +178,7 @@ pub fn begin() {
 
 fn make() -> io::Result<(NonNull<Page>, OwnedFd)> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Some systems want it said that nothing in it is run; older ones do not know that.
+    // Some systems want to be told that nothing in it is executed; older ones do not know that flag.
     let file = match memfd_create(NAME, flags | MemfdFlags::NOEXEC_SEAL) {
         Err(Errno::INVAL) => memfd_create(NAME, flags)?,
         file => file?,
@@ -193,7 +193,7 @@ fn make() -> io::Result<(NonNull<Page>, OwnedFd)> {
     process::quietly(|| ftruncate(&file, SIZE as u64).map_err(Errno::raw_os_error))
         .map_err(io::Error::from_raw_os_error)?;
     let page = map(Some(file.as_fd()), null_mut())?;
-    // Read by whoever may look into this process.
+    // Readable by whoever may look into this process.
     fchmod(&file, Mode::RUSR)?;
     let seals = SealFlags::SHRINK | SealFlags::GROW;
     // Linux before 5.1 does not know the second.
@@ -211,8 +211,8 @@ fn map(file: Option<BorrowedFd<'_>>, place: *mut Page) -> io::Result<NonNull<Pag
     };
     let fixed = if place.is_null() { 0 } else { libc::MAP_FIXED };
     let fd = file.map_or(-1, |file| file.as_raw_fd());
-    // SAFETY: `place` is NULL, or a page of ours, of which there are only references to atomic words: what is mapped there
-    // has as many.
+    // SAFETY: `place` is NULL, or a page of ours, of which there are only references to atomic words: what is mapped there has
+    // the same words.
     let base =
         unsafe { libc::mmap(place.cast(), SIZE, libc::PROT_READ | libc::PROT_WRITE, flags | fixed, fd, 0) };
     if base == libc::MAP_FAILED {
@@ -221,8 +221,8 @@ fn map(file: Option<BorrowedFd<'_>>, place: *mut Page) -> io::Result<NonNull<Pag
     NonNull::new(base.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
 }
 
-/// In a forked child, of which there is one thread: the page stays its parent's. Only what may be called there: system calls
-/// and atomic words.
+/// Called in a forked child, which has only one thread: the page stays its parent's. Uses only what may be called there: system
+/// calls and atomic words.
 pub fn forked() {
     EPOCH.store((EPOCH.load(Relaxed) | 1) + 1, Relaxed);
     STATE.store(NOT_TRIED, Relaxed);
@@ -233,11 +233,11 @@ pub fn forked() {
     for (to, from) in TABLE.iter().zip(&parents.counters) {
         to.fetch_add(from.load(Relaxed), Relaxed);
     }
-    // What the signal handler that forks has interrupted may count on there, and connections that were inherited do. Where
-    // there is no memory for that the parent's figures are wrong by so much.
+    // If a signal handler forked, what it interrupted may go on counting there, and inherited connections do. Where there is no
+    // memory for that, the parent's figures are wrong by that much.
     let _ = process::keeping_errno(|| map(None, page));
     let file = FILE.swap(-1, Relaxed);
-    // The program may have closed it, and the number be that of another file.
+    // The program may have closed it, and the number may now be that of another file.
     let is_ours = process::borrow(file)
         .and_then(|file| Ok(fstat(file)?))
         .is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (DEVICE.load(Relaxed), INODE.load(Relaxed)));
@@ -275,7 +275,7 @@ mod tests {
         here.map(|slot| slot[Slot::Calls as usize]).collect()
     }
 
-    /// One test: the page is the process's. Other tests of this process count too, so only lower bounds hold.
+    /// One test only: the page is the process's. Other tests of this process count too, so only lower bounds hold.
     #[test]
     fn the_page_shows_what_is_counted_and_a_forked_child_has_one_of_its_own() {
         crate::fork::generation();
@@ -312,7 +312,7 @@ mod tests {
         if child == 0 {
             let none = !is_watched() && FILE.load(Relaxed) == -1;
             let goes_on = snapshot()[Counter::Orphans as usize] > 1 << 40;
-            // On the inherited place, which nobody sees any more, and on the counters of this process.
+            // In the inherited place, which nobody sees any more, and in the counters of this process.
             connection.add(Slot::Calls, 1 << 50);
             add(Counter::Orphans, 1 << 50);
             let stale = connection.is_stale();
@@ -369,7 +369,7 @@ mod tests {
         drop(connection);
         assert!(shown(&read()).is_empty());
 
-        // Beyond the places they are counted.
+        // Connections for which there is no place are counted.
         let mut all = Vec::new();
         for _ in 0..=SLOTS {
             let mut connection = Connection::default();

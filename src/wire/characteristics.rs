@@ -1,5 +1,5 @@
-//! The transport-characteristics extension of Version Two: bytes <-> values, by draft-dnoveck-nfsv4-rpcrdma-xcharext-01
-//! (July 2016). Each of its messages is an RDMA2_OPTIONAL without payload; this file holds what is inside.
+//! The transport-characteristics extension of Version Two: bytes <-> values, as in draft-dnoveck-nfsv4-rpcrdma-xcharext-01 (July
+//! 2016). Each of its messages is an RDMA2_OPTIONAL without payload; this file holds what is inside.
 //!
 //! ```text
 //! 1 INIT_XCHAR  count {which length bytes} .. | words of the subset that will not change
@@ -8,8 +8,8 @@
 //! 4 UPD_XCHAR   which length bytes | whether a request is no longer pending
 //! ```
 //!
-//! A characteristic that is not known is passed over, whatever its bytes. One that is known and has another value than
-//! its type allows is an XDR error, and so the whole message (section 2.1 of the draft): the answer is BAD_HEADER.
+//! An unknown characteristic is skipped, whatever its bytes. A known one with a value that its type does not allow is an XDR
+//! error, and makes the whole message one (section 2.1 of the draft): the answer is BAD_HEADER.
 //!
 //! # Invariants
 //! - [`decode`] allocates nothing; a [`Spec`] is a validated view whose iteration cannot fail.
@@ -24,7 +24,7 @@ use super::{Reader, put};
 pub enum Characteristic {
     /// XCHAR_RBSIZ: fewest bytes of each Receive that the sender of this has posted.
     ReceiveSize(u32),
-    /// XCHAR_RQREMINV: replies to the sender's calls with chunks may come with Send with Invalidate.
+    /// XCHAR_RQREMINV: replies to the sender's calls with chunks may use Send with Invalidate.
     RemoteInvalidation(bool),
     /// XCHAR_BRS: what the sender of this takes in the reverse direction.
     Backward(Backward),
@@ -33,7 +33,7 @@ pub enum Characteristic {
 /// Support of the reverse direction (`bkrqsup`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backward {
-    /// To be found out otherwise.
+    /// To be found out by other means.
     Unknown = 0,
     /// None.
     None = 1,
@@ -43,7 +43,7 @@ pub enum Backward {
     General = 3,
 }
 
-/// The first of the ids that are for experiments, to the last there is.
+/// The first of the ids for experiments, which go up to the last possible id.
 pub const EXPERIMENTAL: u32 = 0xffff_ff00;
 
 const RBSIZ: u32 = 1;
@@ -61,7 +61,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The message of a number; `None` for one of another extension.
+    /// The message with this number; `None` for one of another extension.
     pub fn of(opttype: u32) -> Option<Kind> {
         [Kind::Init, Kind::Request, Kind::Response, Kind::Update].into_iter().find(|k| *k as u32 == opttype)
     }
@@ -105,7 +105,7 @@ pub enum Operation<'a> {
 pub struct Value {
     /// `xcharid`.
     pub which: u32,
-    /// `None` for one that is not known.
+    /// `None` for an unknown one.
     pub known: Option<Characteristic>,
 }
 
@@ -150,7 +150,7 @@ pub struct Subset<'a> {
 }
 
 impl Subset<'_> {
-    /// Whether it names this place. Words that are not there count as 0.
+    /// Whether it names this place. Missing words count as 0.
     pub fn contains(&self, place: usize) -> bool {
         let at = place / 32 * 4;
         let word = self.words.get(at..at + 4).and_then(|word| word.first_chunk());
@@ -210,7 +210,7 @@ impl fmt::Display for Subset<'_> {
     }
 }
 
-/// Decodes `rdma_optinfo` of a message of this extension. Bytes behind it are an error: nothing names them.
+/// Decodes `rdma_optinfo` of a message of this extension. Bytes after it are an error: nothing gives them a meaning.
 ///
 /// # Errors
 /// What is wrong, in words: an XDR error.
@@ -242,7 +242,7 @@ fn boolean(reader: &mut Reader<'_>) -> Result<bool, &'static str> {
 fn spec<'a>(reader: &mut Reader<'a>) -> Result<Spec<'a>, &'static str> {
     let count = usize::try_from(reader.word().ok_or(CUT)?).map_err(|_| CUT)?;
     let start = reader.rest;
-    // The count is the peer's: each turn takes at least eight bytes that are there.
+    // The count is the peer's: each iteration takes at least eight bytes that are there.
     for _ in 0..count {
         value(reader)?;
     }
@@ -258,12 +258,12 @@ fn subset<'a>(reader: &mut Reader<'a>) -> Result<Subset<'a>, &'static str> {
 
 fn value(reader: &mut Reader<'_>) -> Result<Value, &'static str> {
     let which = reader.word().ok_or(CUT)?;
-    // The draft, section 2.1: a length that runs past the end of the message is an XDR error, of an unknown one too.
+    // The draft, section 2.1: a length that runs past the end of the message is an XDR error, even in an unknown characteristic.
     let data = reader.opaque().ok_or(CUT)?;
     if !matches!(which, RBSIZ | RQREMINV | BRS) {
         return Ok(Value { which, known: None });
     }
-    // The draft names a length that is too short. One that is too long is refused too: it is no value of the type.
+    // The draft mentions a length that is too short. One that is too long is refused too: it is not a value of the type.
     let word = data
         .try_into()
         .map(u32::from_be_bytes)
@@ -274,7 +274,7 @@ fn value(reader: &mut Reader<'_>) -> Result<Value, &'static str> {
 }
 
 impl Characteristic {
-    /// The one with this `xcharid` and this word as its value, if there is such a one.
+    /// The one with this `xcharid` and this word as its value, if there is one.
     pub fn of(which: u32, word: u32) -> Option<Characteristic> {
         Some(match (which, word) {
             (RBSIZ, bytes) => Characteristic::ReceiveSize(bytes),
@@ -308,7 +308,7 @@ fn put_spec(out: &mut Vec<u8>, values: &[Characteristic]) {
     values.iter().for_each(|value| put_value(out, *value));
 }
 
-/// No place is a subset without words; at most 32 places are ever named.
+/// An empty subset has no words; at most 32 places are ever named.
 fn put_subset(out: &mut Vec<u8>, places: u32) {
     match places {
         0 => put(out, &[0]),

@@ -9,8 +9,8 @@
 //! that an RDMA_NOMSG names its payload. Leaves to `connection` what depends on the role: who may send a Read
 //! list or an RDMA_ERROR, credits, and whether an answer is due.
 //!
-//! What a message of one version lacks is filled in as the other would have it: ERR_CHUNK is BAD_HEADER, and the direction
-//! of a Version One message is that of the RPC message in it, where there is one.
+//! What a message of one version lacks is filled in as in the other: ERR_CHUNK is BAD_HEADER, and the direction of a Version One
+//! message is that of the RPC message in it, where there is one.
 //!
 //! # Invariants
 //! - [`decode`] allocates nothing.
@@ -25,7 +25,7 @@ use super::lists::{ChunkLists, Lists};
 pub use super::v1::{Plain, decode_plain, encode_plain};
 use super::{Credits, Reader, Xid, put, v1, v2};
 
-/// The versions that somebody speaks, lowest and highest.
+/// The versions that an end speaks, lowest and highest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Versions {
     /// Lowest version spoken.
@@ -86,7 +86,7 @@ impl Proc {
     }
 }
 
-/// Which way a message goes: that of the RPC message in it.
+/// The direction of a message: that of the RPC message in it.
 #[doc(alias = "msg_type")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
@@ -109,13 +109,13 @@ impl Direction {
 /// A decoded message: borrows the received bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Header<'a> {
-    /// Of the header; of an error, any that it echoes.
+    /// Version of the header; in an error, whatever version it echoes.
     pub version: u32,
     /// The transaction.
     pub xid: Xid,
     /// Asked for in a Call, granted in a Reply, without meaning in an error whose direction is unknown.
     pub credits: Credits,
-    /// Which way it goes, if it says so itself.
+    /// Its direction, if it says so itself.
     pub direction: Option<Direction>,
     /// The rest, by procedure.
     pub body: Body<'a>,
@@ -138,9 +138,9 @@ pub enum Body<'a> {
     },
     /// RDMA_MSGP of Version One: a Responder answers ERR_CHUNK, a Requester discards; its contents are not looked at.
     Msgp,
-    /// RDMA_DONE of Version One: to be discarded by everybody.
+    /// RDMA_DONE of Version One: every receiver discards it.
     Done,
-    /// RDMA_ERROR, RDMA2_ERROR: completes the transaction at a Requester, discarded by a Responder.
+    /// RDMA_ERROR, RDMA2_ERROR: completes the transaction at a Requester; a Responder discards it.
     Error(RdmaError),
     /// RDMA2_OPTIONAL.
     Optional {
@@ -172,7 +172,7 @@ pub enum RdmaError {
 }
 
 impl RdmaError {
-    /// As the text of a version calls it.
+    /// Its name in the text of a version.
     pub(crate) fn name(self, version: u32) -> &'static str {
         match self {
             RdmaError::Version { .. } if version == v2::VERSION => "VERS",
@@ -187,9 +187,9 @@ impl RdmaError {
 /// What a Responder must answer to a message that it cannot use: XID, version word, error.
 pub type Answer = (Xid, u32, RdmaError);
 
-/// Decodes one received message, where `versions` are spoken.
+/// Decodes one received message, where this end speaks `versions`.
 ///
-/// Bytes behind an RDMA_NOMSG or RDMA_ERROR are ignored: no rule names them an error, and some devices pad.
+/// Bytes after an RDMA_NOMSG or RDMA_ERROR are ignored: no rule calls them an error, and some devices pad.
 ///
 /// # Errors
 /// What is wrong, and with it what a Responder owes the sender: see [`DecodeError::answer`].
@@ -203,7 +203,7 @@ pub fn decode(message: &[u8], versions: Versions) -> Result<Header<'_>, DecodeEr
     decode_any(message, versions)
 }
 
-/// As [`decode`], of any message.
+/// Decodes any message, as [`decode`] does.
 #[inline(never)]
 fn decode_any(message: &[u8], versions: Versions) -> Result<Header<'_>, DecodeError> {
     let mut reader = Reader { rest: message };
@@ -222,7 +222,7 @@ fn decode_any(message: &[u8], versions: Versions) -> Result<Header<'_>, DecodeEr
         let two = version == v2::VERSION && versions.include(version);
         let error = match code {
             ERR_VERS => reader.word().zip(reader.word()).map(|(low, high)| RdmaError::Version { low, high }),
-            // Also where Version Two only is spoken: it tells that the peer does not.
+            // Also where only Version Two is spoken: it tells that the peer does not speak it.
             ERR_CHUNK if two || version == v1::VERSION => Some(RdmaError::BadHeader),
             ERR_INVAL_OPTION if two => Some(RdmaError::InvalidOption),
             _ => None,
@@ -273,7 +273,7 @@ pub enum DecodeError {
         xid: Xid,
         /// Its version.
         version: u32,
-        /// Which way it goes, if it says so itself.
+        /// Its direction, if it says so itself.
         direction: Option<Direction>,
         /// Which rule.
         what: &'static str,
@@ -301,8 +301,8 @@ impl DecodeError {
             DecodeError::Version { xid, version, spoken: Versions { low, high } } => {
                 Some((xid, version, RdmaError::Version { low, high }))
             }
-            // RFC 8166 §4.5, which the draft of Version Two goes by: an error in a Reply is silently discarded. A malformed
-            // header of Version One does not say what it is.
+            // RFC 8166 §4.5, which the draft of Version Two follows: an error in a Reply is silently discarded. A malformed
+            // header of Version One does not say whether it is a Reply.
             DecodeError::Malformed { direction: Some(Direction::Reply), .. } => None,
             // RFC 8166 §4.5.2: "If the rdma_vers field contains a recognized value, but an XDR parsing error
             // occurs, the Responder MUST reply with an RDMA_ERROR procedure and set the rdma_err value to
@@ -337,7 +337,7 @@ impl fmt::Display for DecodeError {
 
 impl std::error::Error for DecodeError {}
 
-/// Bytes of a header with these lists, the payload not counted.
+/// Bytes of a header with these lists, not counting the payload.
 pub(crate) fn header_len(version: u32, lists: &Lists) -> usize {
     let direction = if version == v2::VERSION { 4 } else { 0 };
     FIXED_LEN + direction + lists.encoded_len()

@@ -1,4 +1,4 @@
-//! The chunk lists of a header (RFC 8166 §3.4 and §4.3), which Version One and Version Two have alike.
+//! The chunk lists of a header (RFC 8166 §3.4 and §4.3), which are the same in Version One and Version Two.
 //!
 //! ```text
 //! Read list            | Write list                 | Reply chunk
@@ -34,7 +34,7 @@ pub struct ChunkLists<'a> {
 }
 
 impl<'a> ChunkLists<'a> {
-    /// Lists that are absent but for the Reply chunk.
+    /// Lists that are all absent, except perhaps the Reply chunk.
     pub(super) const fn reply_only(reply: Option<SegmentArray<'a>>) -> ChunkLists<'a> {
         ChunkLists { reads: &[], read_count: 0, writes: &[], write_count: 0, reply }
     }
@@ -77,7 +77,7 @@ impl<'a> ChunkLists<'a> {
         self.read_count == 0 && self.write_count == 0 && self.reply.is_none()
     }
 
-    /// A copy that can be changed and encoded, as a Responder returns the Write list and the Reply chunk.
+    /// A copy that can be changed and encoded, for a Responder to return the Write list and the Reply chunk.
     pub fn to_lists(&self) -> Lists {
         Lists {
             reads: self.reads().collect(),
@@ -102,7 +102,7 @@ pub struct SegmentArray<'a> {
 }
 
 impl<'a> SegmentArray<'a> {
-    /// That of one segment, as it is on the wire.
+    /// An array of one segment, as it is on the wire.
     pub(super) fn of_one(segment: &'a [u8; SEGMENT_LEN]) -> SegmentArray<'a> {
         SegmentArray { bytes: segment }
     }
@@ -284,7 +284,7 @@ impl<'a> Reader<'a> {
     /// The three lists of a header.
     pub(super) fn chunk_lists(&mut self) -> Result<ChunkLists<'a>, &'static str> {
         let reads = self.rest;
-        // As nearly every short message has them.
+        // All three absent, as in nearly every short message.
         if let Some(([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], rest)) = self.rest.split_first_chunk() {
             self.rest = rest;
             return Ok(ChunkLists { reads, read_count: 0, writes: reads, write_count: 0, reply: None });

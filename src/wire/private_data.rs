@@ -15,7 +15,7 @@
 //! Read first: RFC 8797 §4 and §5.
 #![forbid(unsafe_code)]
 
-/// What one end of a connection says of itself.
+/// What one end of a connection says about itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrivateData {
     /// R: every handle that this end exposes on the connection may be invalidated by the peer's Sends.
@@ -36,7 +36,7 @@ impl PrivateData {
     /// Bytes of the message.
     pub const LEN: usize = 8;
 
-    /// Encodes; a size that is no multiple of 1024 is rounded down, since a larger one could not be kept.
+    /// Encodes the message. A size that is not a multiple of 1024 is rounded down, since the end could not keep a larger promise.
     pub fn encode(&self) -> [u8; PrivateData::LEN] {
         let [a, b, c, d] = FORMAT;
         // RFC 8797 §4, of the reserved bits: "Senders MUST set these bits to zero".
@@ -46,9 +46,8 @@ impl PrivateData {
 
     /// Finds and decodes the message in received private data. `None`: the peer is [`PrivateData::ABSENT`].
     ///
-    /// Other layers put bytes before it (MPA v2 its read depths) and devices pad behind it, so it is searched
-    /// for. What looks like the format identifier but is not followed by a message that we know is passed
-    /// over.
+    /// Other layers put bytes before it (MPA v2 its read depths) and devices pad after it, so it is searched for. A format
+    /// identifier that is not followed by a message that we know is skipped.
     pub fn find(bytes: &[u8]) -> Option<PrivateData> {
         // RFC 8797 §5.2: "The offset of the Format Identifier is not restricted to any alignment."
         bytes.windows(PrivateData::LEN).find_map(|window| match *window {

@@ -1,4 +1,4 @@
-//! What Version One (RFC 8166 §4) has of its own in a header: what its procedures have in their lists.
+//! The parts of a header that are specific to Version One (RFC 8166 §4): what the lists of its procedures hold.
 //!
 //! ```text
 //! xid | vers=1 | credit | 0 or 1 | Read list | Write list | Reply chunk | payload (0: RDMA_MSG)
@@ -13,7 +13,7 @@ use super::{Credits, Position, Reader, Segment, Xid};
 /// The version of the protocol that this file speaks.
 pub const VERSION: u32 = 1;
 
-/// Decodes what follows the first four words: which way the message goes, if it says so itself, and the rest.
+/// Decodes what follows the first four words: the direction, if the message says so itself, and the rest.
 pub(super) fn decode<'a>(
     proc: Option<Proc>,
     reader: &mut Reader<'a>,
@@ -21,15 +21,15 @@ pub(super) fn decode<'a>(
     let body = body(proc, reader);
     let direction = match &body {
         Ok(Body::Msg { payload, .. }) => direction(payload),
-        // RFC 8166 §4.3.1: "Responders MUST leave the Read list empty in all replies.", so one with it is a Call.
+        // RFC 8166 §4.3.1: "Responders MUST leave the Read list empty in all replies.", so a message with a Read list is a Call.
         Ok(Body::Nomsg { chunks }) => (chunks.read_count() > 0).then_some(Direction::Call),
         _ => None,
     };
     (direction, body)
 }
 
-/// A message of this version as nearly every short one is: without chunks, or with a Reply chunk of one segment. All other words
-/// of its header but two are the same.
+/// A message of this version that is like nearly every short one: without chunks, or with a Reply chunk of one segment. All other
+/// words of its header except two are always the same.
 #[derive(Clone, Copy, Debug)]
 pub struct Plain<'a> {
     /// The transaction.
@@ -49,13 +49,13 @@ impl<'a> Plain<'a> {
         self.reply?.iter().next()
     }
 
-    /// Which way it goes.
+    /// Its direction.
     #[inline]
     pub fn direction(&self) -> Option<Direction> {
         direction(self.payload)
     }
 
-    /// The same as any message is decoded to.
+    /// The header that decoding it like any other message gives.
     #[inline]
     pub(super) fn header(&self) -> Header<'a> {
         let Plain { xid, credits, reply, payload } = *self;
@@ -64,15 +64,15 @@ impl<'a> Plain<'a> {
     }
 }
 
-/// The words of such a header behind the XID; the second one is that of the credits.
+/// The words of such a header after the XID; the second is that of the credits.
 const PLAIN: [u8; 24] = {
     let mut words = [0; 24];
-    // rdma_vers. RDMA_MSG, and that each of the three lists is absent, are zeros.
+    // rdma_vers. RDMA_MSG, and the absence of each of the three lists, are zeros.
     words[3] = VERSION as u8;
     words
 };
 
-/// The last of them where there is a Reply chunk, and the number of its segments.
+/// The last of these words where there is a Reply chunk, and the number of its segments.
 const PRESENT: [u8; 4] = 1u32.to_be_bytes();
 const ONE: [u8; 4] = 1u32.to_be_bytes();
 
@@ -124,7 +124,7 @@ pub fn encode_plain(
 const PLAIN_LEN: usize = 28;
 pub(crate) const PLAIN_MAX: usize = PLAIN_LEN + 20;
 
-/// What an RPC message says of itself.
+/// The direction that an RPC message gives itself.
 ///
 /// RFC 8167 §4.1: "an accompanying RPC message payload with a call direction field"
 #[inline]
@@ -433,7 +433,7 @@ mod tests {
     fn a_message_cut_short_is_an_error_at_every_length() {
         for whole in GOLDEN {
             let header = decode(whole).unwrap();
-            // Payload and the bytes behind an RDMA_NOMSG may be missing; of the rest every byte is needed.
+            // Payload and the bytes after an RDMA_NOMSG may be missing; of the rest every byte is needed.
             let needed = match header.body {
                 Body::Msg { chunks, .. } | Body::Nomsg { chunks } => header_len(&chunks.to_lists()),
                 Body::Error(RdmaError::BadHeader) => 20,
@@ -485,7 +485,7 @@ mod tests {
         let mut random = XorShift(88172645463325252);
         let mut decoded = 0;
         for _ in 0..20_000 {
-            // Words that mean something make the parser go deep.
+            // Meaningful words make the parser go deep.
             let words = (0..random.below(40))
                 .map(|_| [0, 0, 0, 0, 1, 1, 1, 8, random.next() as u32][random.below(9) as usize])
                 .collect::<Vec<u32>>();

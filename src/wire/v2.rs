@@ -1,4 +1,4 @@
-//! What Version Two has of its own in a header, by draft-cel-nfsv4-rpcrdma-version-two-01 (June 2016).
+//! The parts of a header that are specific to Version Two, as in draft-cel-nfsv4-rpcrdma-version-two-01 (June 2016).
 //!
 //! ```text
 //! xid | vers=2 | credit | 0 or 1 | direction | Read list | Write list | Reply chunk | payload (0: RDMA2_MSG)
@@ -6,9 +6,8 @@
 //! xid | vers=2 | credit | 5      | direction | opttype | length | optinfo, padded
 //! ```
 //!
-//! The draft was never finished, and its successors gave the same numbers other meanings: codes of -02 and later are not
-//! understood here on purpose. This is the text that the transport-characteristics draft builds on. The lists are those
-//! of Version One.
+//! The draft was never finished, and its successors gave the same numbers other meanings: codes of -02 and later are deliberately
+//! not understood here. This is the text that the transport-characteristics draft builds on. The lists are those of Version One.
 #![forbid(unsafe_code)]
 
 use super::header::{Body, Direction, Proc};
@@ -21,7 +20,7 @@ pub const VERSION: u32 = 2;
 /// Bytes that every receiver takes in one Send, once Version Two is agreed.
 pub const INLINE_DEFAULT: usize = 4096;
 
-/// Decodes what follows the first four words: which way the message goes, as it says, and the rest.
+/// Decodes what follows the first four words: the direction that the message gives itself, and the rest.
 pub(super) fn decode<'a>(
     proc: Option<Proc>,
     reader: &mut Reader<'a>,
@@ -40,12 +39,12 @@ pub(super) fn decode<'a>(
     (direction, body)
 }
 
-/// What an extension has behind its part is not looked at.
+/// Bytes after an extension's part are ignored.
 fn optional<'a>(reader: &mut Reader<'a>) -> Option<Body<'a>> {
     Some(Body::Optional { kind: reader.word()?, info: reader.opaque()? })
 }
 
-/// What the lists of a message must be, by its direction.
+/// Checks the lists of a message, by its direction.
 fn lists<'a>(
     proc: Proc,
     direction: Direction,
@@ -68,7 +67,7 @@ fn lists<'a>(
     if zero {
         return Err("RDMA2_MSG with a Position-Zero Read chunk");
     }
-    // The draft, section 4.2: the direction is that of the RPC message. One that contradicts it is neither.
+    // The draft, section 4.2: the direction is that of the RPC message. A message that contradicts itself is malformed.
     match payload.get(4..8) {
         Some(word) if word != (direction as u32).to_be_bytes() => {
             Err("the direction is not that of the RPC message")

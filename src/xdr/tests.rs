@@ -1,4 +1,4 @@
-//! The streams beside those of libtirpc: the same bytes, positions and refusals.
+//! The streams compared with those of libtirpc: the same bytes, positions and refusals.
 
 use std::sync::Arc;
 
@@ -100,7 +100,7 @@ fn a_stream_is_made_in_the_memory_of_the_one_that_has_ended_before_it() {
     drop(first);
     let third = encoder();
     assert_eq!(third.stream, one);
-    // Nothing is left there of the one before.
+    // Nothing is left there of the stream before.
     assert_eq!((third.position(), third.copied()), (0, 0));
     assert_eq!(second.finish().unwrap().body(), b"word");
     assert_eq!(encoder().stream, two);
@@ -185,7 +185,7 @@ unsafe extern "C-unwind" fn sample(xdrs: *mut XDR, object: *mut c_void) -> c_int
     // SAFETY: the tests pass a Sample.
     let s = unsafe { &mut *object.cast::<Sample>() };
     let steps: [&mut dyn FnMut() -> c_int; 8] = [
-        // SAFETY: a live stream, and an object of the procedure's type; so in each of these.
+        // SAFETY: a live stream, and an object of the procedure's type; the same holds below.
         &mut || unsafe { xdr_u_int(xdrs, &mut s.int) },
         // SAFETY: as above.
         &mut || unsafe { xdr_long(xdrs, &mut s.long) },
@@ -908,7 +908,7 @@ fn what_a_peer_shows_is_decoded_as_if_it_were_here_and_each_byte_is_taken_once()
             assert_eq!((getpos(decoder.xdr()) as usize, decoder.remaining()), (at, whole.len() - at));
             // From now on the peer has something else there.
             let taken = decoder.state().end.saturating_sub(head);
-            // SAFETY: so many bytes are the region's, of a mapping that we may write; no slice of it exists.
+            // SAFETY: that many bytes are the region's, of a mapping that we may write; no slice of it exists.
             unsafe { ptr::write_bytes(theirs.as_ptr().cast_mut(), 0xfe, taken) };
         }
     }
@@ -926,7 +926,7 @@ fn a_stream_ends_where_its_peer_has_taken_the_rest_back() {
         assert_eq!(getlong(decoder.xdr()), Some(0x6865_6164));
         assert_eq!(getbytes(decoder.xdr(), 5).unwrap(), bytes[..5]);
         drop(theirs);
-        // A window is here.
+        // One window has been taken already.
         assert_eq!(getbytes(decoder.xdr(), WINDOW - 5).unwrap(), bytes[5..WINDOW]);
         assert_eq!((getbytes(decoder.xdr(), n), decoder.remaining()), (None, 0));
         assert!(getlong(decoder.xdr()).is_none() && inline(decoder.xdr(), 4).is_none());

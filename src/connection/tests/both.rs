@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use super::pair::*;
 use super::*;
 
-/// One direction, as its messages tell: who has called, how it ended, and the credits.
+/// One direction, as its messages show it: who has called, how it ended, and the credits.
 #[derive(Default)]
 struct Made {
     posted: bool,
@@ -86,7 +86,7 @@ impl Both {
         both
     }
 
-    /// The same when each has heard of the other's grant.
+    /// The same, once each has learned the other's grant.
     fn warm(client: Settings, server: Settings) -> Both {
         let mut both = Both::ready(client, server);
         for side in [Client, Server] {
@@ -120,7 +120,7 @@ impl Both {
         self.drain(side);
     }
 
-    /// Takes the oldest request of an end up. False when none is ready.
+    /// Takes the oldest request of an end up. Returns false when none is ready.
     fn take(&mut self, side: Side) -> bool {
         if !self.end(side).engine.request_ready() {
             return false;
@@ -312,7 +312,7 @@ impl Both {
     }
 }
 
-/// Whether a good message is a Call: by its Read list, or by the RPC message in it.
+/// Whether a valid message is a Call: by its Read list, or by the RPC message in it.
 fn is_call(message: &[u8]) -> bool {
     match header::decode(message, Versions::ONE).unwrap().body {
         Body::Msg { payload, .. } => payload[4..8] == [0; 4],
@@ -389,7 +389,7 @@ fn each_direction_has_the_credits_that_its_own_replies_grant() {
     both.drive();
 }
 
-/// rule 129: an error says nothing of credits, whatever its credit word is, and is about a call of its receiver.
+/// rule 129: an error says nothing about credits, whatever its credit word is, and is about a call of its receiver.
 #[test]
 fn an_error_ends_a_call_back_and_changes_no_credit() {
     let mut both = Both::warm(SETTINGS, SETTINGS);
@@ -407,7 +407,7 @@ fn an_error_ends_a_call_back_and_changes_no_credit() {
     assert!(both.outcome(Client, 5).is_ok());
 }
 
-/// rule 130: what a client sends at most as a Call, it sends at most as a Reply.
+/// rule 130: the most that a client sends as a Call is the most that it sends as a Reply.
 #[test]
 fn thresholds_of_the_reverse_direction_are_those_of_the_forward_direction_mirrored() {
     let small = Settings { inline: 1024, ..SETTINGS };
@@ -453,7 +453,7 @@ fn a_call_back_that_needs_chunks_is_refused_where_they_are_not_allowed() {
     assert!(error.text().contains("exceeds the inline threshold of 1024"), "{error}");
 }
 
-/// rule 138: so is a call back with chunks at a client that does not support them, or has no RDMA Reads left.
+/// rule 138: a call back with chunks is refused by a client that does not support them, or has no RDMA Reads left.
 #[test]
 fn chunks_of_a_call_back_are_answered_with_err_chunk_where_they_are_not_supported() {
     for limited in [true, false] {
@@ -498,7 +498,7 @@ fn a_client_that_does_not_serve_survives_a_call_back() {
     assert_eq!(both.ends[1].engine.granted(), 1);
 }
 
-/// What is malformed is a reply if it names a call under way, else a call: to be answered by an end that serves.
+/// A malformed message is a reply if it names a call under way, otherwise a call, which an end that serves must answer.
 #[test]
 fn a_malformed_message_is_answered_unless_it_may_be_a_reply() {
     let bad = |xid: u32| words(&[xid, 1, 4, 0, 7, 0, 0]);
@@ -516,7 +516,7 @@ fn a_malformed_message_is_answered_unless_it_may_be_a_reply() {
     assert_eq!(unwords(both.last(Server)), [5, 1, 4, 4, 2]);
 }
 
-/// More credits bring their Receives with them; fewer leave them, for the peer may not have heard of it.
+/// More credits bring their Receives with them; fewer credits leave the Receives, since the peer may not have heard of it.
 #[test]
 fn receives_follow_the_credits_up_and_never_down() {
     let mut both = Both::warm(SETTINGS, SETTINGS);
@@ -547,7 +547,7 @@ fn credits_are_bounded_by_the_receives_of_the_device() {
     assert_eq!(both.end(Server).ask(100), 20 - 4 - RECEIVE_MARGIN);
 }
 
-/// rule 141: a call back, and all that it stands in and that stands in it, cut at every step.
+/// rule 141: a call back, with the calls that it is nested in and those nested in it, cut at every step.
 #[test]
 fn a_connection_cut_at_any_step_of_a_call_back_ends_every_call_once_with_the_right_status() {
     type Scenario = fn(&mut Both);
@@ -611,7 +611,7 @@ fn a_connection_cut_at_any_step_of_a_call_back_ends_every_call_once_with_the_rig
     }
 }
 
-/// Whatever both ends do in whatever order, with credits of 1 to 128 that change all the time.
+/// Whatever both ends do, in whatever order, with credits of 1 to 128 that change all the time.
 #[test]
 fn both_directions_keep_every_rule_at_every_step_whatever_is_done() {
     for seed in 1..=100u64 {
@@ -667,7 +667,7 @@ fn both_directions_keep_every_rule_at_every_step_whatever_is_done() {
     }
 }
 
-/// rule 143: what is eligible is told by the binding of the program, whichever way its calls go.
+/// rule 143: the binding of the program tells what is eligible, whichever way its calls go.
 #[test]
 fn an_eligible_argument_of_a_call_back_travels_in_a_chunk_of_its_own() {
     let mut both = Both::warm(SETTINGS, SETTINGS);

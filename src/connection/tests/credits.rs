@@ -24,7 +24,7 @@ fn the_first_call_goes_alone_until_its_reply_tells_the_grant() {
     }
 }
 
-/// A call that nobody answers holds the only credit; nothing comes that would have the others go out.
+/// A call that nobody answers holds the only credit; nothing arrives that would let the others go out.
 #[test]
 fn calls_that_wait_for_a_credit_go_out_when_more_are_asked_for() {
     let mut pair = Pair::warm(Setup { client: Settings { credits: 1, ..SETTINGS }, ..SETUP });
@@ -33,7 +33,7 @@ fn calls_that_wait_for_a_credit_go_out_when_more_are_asked_for() {
         pair.call(xid, 40, 28);
     }
     assert_eq!((pair.sends(Client), pair.client.engine.credits_left()), (1, 0));
-    // What is told is constant in these tests but here.
+    // The credits that are told are constant in these tests, except here.
     pair.client.settings.credits = 4;
     assert_eq!(pair.client.ask(4), 4);
     pair.drain(Client);
@@ -45,7 +45,7 @@ fn calls_that_wait_for_a_credit_go_out_when_more_are_asked_for() {
     }
 }
 
-/// rule 30: an error is no valid reply.
+/// rule 30: an error is not a valid reply.
 #[test]
 fn an_error_to_the_first_call_leaves_one_credit() {
     for error in [err_chunk(1), err_vers(1, 1, 1, 1)] {
@@ -68,7 +68,7 @@ fn credits_asked_and_granted_are_the_same_in_every_header() {
         if xid % 10 == 9 {
             pair.one_way(xid, 40);
         } else {
-            // A reply over the room for it ends in RDMA_ERROR, which carries the field as well.
+            // A reply that exceeds the room for it ends in RDMA_ERROR, which carries the field as well.
             let max_reply = if xid % 10 == 8 { 28 } else { 3000 };
             pair.start(xid, 40 + 100 * xid as usize, 3000, reply_of(max_reply));
         }
@@ -267,7 +267,7 @@ fn orphans_that_hold_every_credit_starve_the_connection_until_one_is_answered() 
     pair.succeeded(5);
 }
 
-/// rule 23: what was sent stays with its connection, what was not goes over the next.
+/// rule 23: what was sent stays with its connection, what was not sent goes over the next one.
 #[test]
 fn only_calls_that_wait_for_a_credit_are_taken_back() {
     let mut pair = Pair::new();
@@ -355,13 +355,13 @@ fn a_call_without_reply_is_refused_where_it_would_hold_the_only_credit_and_the_t
         assert!(error.kind() == Kind::NotSent && error.text().ends_with(text), "{error}");
         pair.still_serves(2);
     }
-    // Before the first reply nobody knows.
+    // Before the first reply nobody knows the grant.
     let mut pair = Pair::new();
     pair.one_way(1, 40);
     pair.succeeded(1);
 }
 
-/// Linux answers the call behind while it still reads.
+/// Linux answers the next call while it is still reading.
 #[test]
 fn what_a_one_way_call_exposes_stays_until_the_peer_has_read_it() {
     for tells_reads in [true, false] {
@@ -378,7 +378,7 @@ fn what_a_one_way_call_exposes_stays_until_the_peer_has_read_it() {
         pair.hold_reads = false;
         pair.drive();
         assert!(pair.client.closes.is_empty() && pair.server.closes.is_empty());
-        // The next reply shows that it is over, or one of those that follow.
+        // The next reply, or one of those that follow, shows that it is over.
         let mut replies = 0;
         while !pair.client.device.exposed.is_empty() {
             let xid = 10 + replies;
@@ -411,7 +411,7 @@ fn a_reply_to_a_one_way_call_that_comes_after_a_later_one_invalidates_nothing() 
     for (in_order, plain) in [(true, false), (false, false), (false, true)] {
         let mut pair = Pair::warm(Setup { client: end, server: end, ..SETUP });
         if plain {
-            // Calls that offer a Reply chunk, of which the later one is answered first.
+            // Calls that offer a Reply chunk; the later one is answered first.
             (pair.foreign, pair.hold_calls) = (true, false);
             let offer = Segment { handle: Handle(7), length: 3000, offset: 0 };
             let head = |xid| [words(&[xid, 1, 4, 0, 0, 0, 1, 1]), segments(&[offer])].concat();
@@ -471,7 +471,8 @@ fn one_way_calls_that_the_peer_does_not_read_keep_their_credits_beyond_a_bound()
     }
 }
 
-/// RFC 8166 §3.3.1: in place of what another process has answered the peer may send further calls, whether or not that is known here.
+/// RFC 8166 §3.3.1: in place of calls that another process has answered, the peer may send further ones, whether or not that is
+/// known here.
 #[test]
 fn where_another_process_answers_too_there_is_a_receive_for_each_credit() {
     let mut pair = Pair::warm(SETUP);
@@ -500,7 +501,7 @@ fn a_reply_gives_back_no_credit_of_a_later_one_way_call() {
     pair.one_way(3, 40);
     pair.drive();
     assert_eq!(pair.client.engine.credits_left(), 3);
-    // A reply that nobody waits for any more tells it just as well.
+    // A reply that nobody waits for any more shows it just as well.
     pair.call(4, 40, 28);
     pair.abandon(4);
     pair.drive();
@@ -587,7 +588,7 @@ fn calls_beyond_the_grant_are_served_while_receives_last() {
     assert_eq!((pair.server.device.receives, pair.sends(Server)), (receives, receives as usize));
 }
 
-/// Each call takes a place in tables until it is answered. Memory that runs out for these ends the connection, and no more.
+/// Each call takes a place in tables until it is answered. If memory for these runs out, that ends the connection, and no more.
 #[test]
 fn a_table_of_requests_that_gets_no_memory_ends_the_connection() {
     let requests = |refused: bool, handed: bool| {
@@ -612,7 +613,7 @@ fn a_table_of_requests_that_gets_no_memory_ends_the_connection() {
     }
 }
 
-/// Several threads serve, and some calls take long: the reply to a later call gives back the credit of one without a reply.
+/// Several threads serve, and some calls take long: the reply to a later call gives back the credit of a one-way call.
 #[test]
 fn there_are_receives_for_the_credits_while_one_way_calls_are_served() {
     let mut pair = Pair::warm(SETUP);
@@ -626,7 +627,7 @@ fn there_are_receives_for_the_credits_while_one_way_calls_are_served() {
         assert!(pair.client.closes.is_empty() && pair.server.closes.is_empty(), "after {n} one-way calls");
         pair.succeeded(200 + n);
     }
-    // And none more than can be posted.
+    // And no more than can be posted.
     while !pair.handed.is_empty() {
         pair.discard(0);
     }
@@ -637,7 +638,7 @@ fn there_are_receives_for_the_credits_while_one_way_calls_are_served() {
 #[test]
 fn there_are_receives_for_the_credits_while_one_way_calls_wait_beside_calls_that_are_refused() {
     let mut pair = Pair::warm(SETUP);
-    // As many as there are credits: a peer that has more refused makes this end hold no more for it.
+    // As many as there are credits: if a peer has more calls refused, this end holds no more for it.
     for n in 0..SETTINGS.credits {
         pair.one_way(100 + n, 40);
         pair.call(200 + n, SETTINGS.max_call + 100, 28);

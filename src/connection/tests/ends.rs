@@ -1,4 +1,4 @@
-//! What is exposed and until when, and the ends of connections at any step.
+//! What is exposed and for how long, and the ends of connections at any step.
 #![forbid(unsafe_code)]
 
 use super::*;
@@ -168,7 +168,7 @@ fn after_the_close_nothing_is_posted_and_every_call_is_told() {
     assert!(pair.client.engine.poll_output().is_none());
 }
 
-/// rule 67: losing a reply is losing nothing but that call.
+/// rule 67: a lost reply loses nothing but that call.
 #[test]
 fn a_lost_reply_leaves_an_orphan_and_a_working_connection() {
     let mut pair = Pair::warm(SETUP);

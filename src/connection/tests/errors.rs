@@ -158,7 +158,7 @@ fn a_reply_with_a_bad_header_is_dropped_and_the_good_one_still_counts() {
     }
 }
 
-/// rule 67, rule 80: a header in order that returns another Reply chunk than was offered ends the call for good.
+/// rule 67, rule 80: a well-formed header that returns a Reply chunk other than the one offered ends the call for good.
 #[test]
 fn a_reply_that_returns_another_reply_chunk_fails_its_call_and_nothing_else() {
     type Tamper = fn(&mut Vec<Segment>);
@@ -482,14 +482,14 @@ fn the_latest_deferred_request_is_answered_until_the_next_one_is_handed_up() {
         pair.settle();
         assert!(pair.take());
         pair.defer(0);
-        // A one-way call would never give it back.
+        // A one-way call would never give its Receive back.
         assert_eq!(pair.server.device.receives, receives);
         pair.answer(0).unwrap();
         pair.drive();
         pair.succeeded(xid);
         assert_eq!(pair.server.device.receives, receives);
     }
-    // Two at once: the later one, whichever returns last.
+    // Two at once: the later one can be answered, whichever returns last.
     for (first, second) in [(0, 1), (1, 0)] {
         let xid = 3 + 2 * first as u32;
         pair.call(xid, 40, 28);
@@ -534,7 +534,7 @@ fn of_deferred_requests_it_is_known_which_wait_for_their_answer() {
     let ids: Vec<RequestId> = pair.handed.iter().map(|request| request.id).collect();
     let fates = |pair: &Pair| ids.iter().map(|id| pair.server.engine.fate(*id)).collect::<Vec<_>>();
     use Fate::{Answered, PassedOver, Waits};
-    // One of them before its routine has returned.
+    // One of them is answered before its routine has returned.
     pair.server.engine.answered_elsewhere(ids[3]);
     assert!(pair.server.engine.has_handed());
     // The oldest last, whose routine has taken its time.

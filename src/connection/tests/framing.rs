@@ -1,4 +1,4 @@
-//! What a message looks like on the wire, and what of it is refused.
+//! What a message looks like on the wire, and which ones are refused.
 #![forbid(unsafe_code)]
 
 use super::*;

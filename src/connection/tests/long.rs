@@ -86,10 +86,10 @@ fn a_plain_message_invalidates_its_own_handle_or_ends_the_connection() {
     }
 }
 
-/// What a peer has placed, though it is of no use, counts; and memory for replies is held by calls only.
+/// What a peer has placed counts, even if it is of no use; and only calls hold memory for replies.
 #[test]
 fn what_chunks_have_moved_is_known_and_none_outlives_its_call() {
-    // Bytes of the Call, and what a reply that comes inline says of its Reply chunk.
+    // Bytes of the Call, and what a reply that comes inline says about its Reply chunk.
     for (call, returned) in [(40, 0), (40, 100), (3000, 0)] {
         let mut pair = Pair::warm(SETUP);
         pair.foreign = true;
@@ -287,7 +287,7 @@ fn requests_are_handed_up_in_the_order_of_their_sends_whatever_their_reads_do() 
     assert!(!pair.take());
 }
 
-/// rule 107: what a peer announces costs nothing, and what it leaves unanswered little.
+/// rule 107: what a peer announces costs nothing, and what it leaves unanswered costs little.
 #[test]
 fn a_peer_is_asked_for_more_as_it_answers() {
     const MIB: usize = 1 << 20;
@@ -315,7 +315,7 @@ fn a_peer_is_asked_for_more_as_it_answers() {
     assert_eq!((pair.server.engine.responder.staged().0, pair.server.engine.pulling()), (0, None));
 }
 
-/// rule 14, rule 107: each of a connection that pulls in turn.
+/// rule 14, rule 107: each Call of a connection that pulls in turn.
 #[test]
 fn reads_of_a_call_begin_when_it_gets_a_pass_and_the_pass_goes_with_its_memory() {
     let mut pair = Pair::warm(SETUP);
@@ -359,7 +359,7 @@ fn reads_of_a_call_begin_when_it_gets_a_pass_and_the_pass_goes_with_its_memory()
     }
     pair.drive();
     (1..=4).for_each(|xid| pair.succeeded(xid));
-    // Who waits when the connection ends asks no more.
+    // A Call that waits when the connection ends no longer asks.
     pair.call(5, 3000, 28);
     pair.settle();
     assert_eq!(pair.server.engine.asks(), 3000);

@@ -172,7 +172,7 @@ pub struct Pair {
     pub steps: usize,
     pub cut: bool,
     pub closing: bool,
-    /// Foreign bytes were injected: what is known of the peer's honesty holds no more.
+    /// Foreign bytes were injected: the peer can no longer be assumed honest.
     pub foreign: bool,
     /// Messages have no room for a header in front.
     pub cramped: bool,
@@ -269,7 +269,7 @@ impl Pair {
 
     // ---- what a test does
 
-    /// A call of `len` bytes whose reply will have, and may have, `reply` bytes.
+    /// A call of `len` bytes whose reply will have `reply` bytes, and may have no more.
     pub fn call(&mut self, xid: u32, len: usize, reply: usize) {
         self.start(xid, len, reply, reply_of(reply));
     }
@@ -318,7 +318,7 @@ impl Pair {
         self.check();
     }
 
-    /// Takes the oldest request up. False when none is ready.
+    /// Takes the oldest request up. Returns false when none is ready.
     pub fn take(&mut self) -> bool {
         if !self.server.engine.request_ready() {
             assert!(self.server.engine.poll_request().is_none());
@@ -366,7 +366,7 @@ impl Pair {
         result
     }
 
-    /// Answers a one-way call.
+    /// Answers a one-way call all the same.
     pub fn answer_all_the_same(&mut self, at: usize, len: usize) {
         self.tick();
         let Request { id, xid, .. } = self.handed.remove(at);
@@ -394,7 +394,7 @@ impl Pair {
         self.check();
     }
 
-    /// Delivers the oldest Send or Write of a side. False when there is none.
+    /// Delivers the oldest Send or Write of a side. Returns false when there is none.
     pub fn deliver(&mut self, from: Side) -> bool {
         let Some(request) = self.end(from).sends.pop_front() else { return false };
         self.tick();
@@ -464,7 +464,7 @@ impl Pair {
         self.drain(to);
     }
 
-    /// Does the oldest RDMA Read of the responder. False when there is none.
+    /// Does the oldest RDMA Read of the responder. Returns false when there is none.
     pub fn read(&mut self) -> bool {
         let Some(request) = self.server.reads.pop_front() else { return false };
         self.tick();
@@ -490,7 +490,7 @@ impl Pair {
         true
     }
 
-    /// Moves one thing that may move. False when nothing does.
+    /// Moves one thing that may move. Returns false when nothing does.
     pub fn step(&mut self) -> bool {
         (!self.hold_calls && self.deliver(Client))
             || (!self.hold_reads && self.read())
@@ -540,7 +540,7 @@ impl Pair {
             self.drain(side);
         }
         assert!(self.client.engine.is_idle() && self.client.engine.requester.waiting().is_empty());
-        // Requests that had come before are still handed up; nothing waits for bytes any more.
+        // Requests that had arrived before are still handed up; nothing waits for bytes any more.
         assert!(self.server.engine.responder.all_ready());
     }
 
@@ -759,13 +759,13 @@ pub fn bindings() -> Arc<Registry> {
     Arc::new(Registry::built_in())
 }
 
-/// What a peer with these settings says of itself.
+/// What a peer with these settings says about itself.
 pub fn sizes(settings: Settings) -> PrivateData {
     let Settings { remote_invalidation, inline, .. } = settings;
     PrivateData { remote_invalidation, send_size: inline, receive_size: inline }
 }
 
-/// A reply of at most so many bytes.
+/// A reply of at most `max` bytes.
 pub fn reply_of(max: usize) -> Expect {
     Expect::Reply { max, places: Vec::new() }
 }

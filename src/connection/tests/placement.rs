@@ -131,7 +131,7 @@ struct Duo {
     invalidates: bool,
     /// Handles that the server has invalidated.
     remote: usize,
-    /// In the order in which they were posted, each side's.
+    /// Each side's, in the order in which they were posted.
     sends: BTreeMap<bool, VecDeque<WorkRequest>>,
     reads: VecDeque<WorkRequest>,
     sent: BTreeMap<u32, Sent>,
@@ -293,7 +293,7 @@ impl Duo {
         self.all_back(xid);
     }
 
-    /// What must be so of every Send.
+    /// What must hold for every Send.
     fn inspect(&mut self, client: bool, message: &[u8]) {
         let (send, _) = if client { self.client.thresholds() } else { self.server.thresholds() };
         assert!(
@@ -344,7 +344,7 @@ impl Duo {
             assert!(sent.plan.call.items.contains(&item), "{item:?} of {:?}", sent.plan.call.items);
         }
         if sent.plan.wrapped {
-            // rule 119, rule 120: nothing is reduced; Position-Zero and Reply chunks there may be.
+            // rule 119, rule 120: nothing is reduced; there may be Position-Zero and Reply chunks.
             assert!(normal.is_empty() && lists.writes.is_empty());
         }
         if !self.many {
@@ -446,7 +446,7 @@ impl Duo {
         self.sent[&xid].outcome.as_ref().expect("the call has ended")
     }
 
-    /// It ended with its reply, byte for byte.
+    /// Checks that it ended with its reply, byte for byte.
     fn succeeded(&self, xid: u32) {
         let Sent { plan, outcome, .. } = &self.sent[&xid];
         match outcome.as_ref().expect("the call has ended") {
@@ -810,7 +810,7 @@ fn a_read_chunk_of_another_length_than_its_item_is_refused() {
         let call = write_3(call_head(1, (NFS, 3, 7), (0, 0)), len);
         let item = call.items[0];
         let payload = without(&call.bytes, item);
-        // One that is too short leaves a message that ends too early, which is the program's to refuse (rule 59).
+        // A chunk that is too short leaves a message that ends too early, which is for the program to refuse (rule 59).
         for wrong in [len + 4, len + 5, 2 * len] {
             let mut duo = warm(SHAPE);
             duo.foreign(1, Proc::Msg, &[(item.position as u32, &vec![1; wrong])], &payload);
@@ -865,7 +865,7 @@ fn a_call_with_an_item_reduced_that_is_not_eligible_is_refused() {
         &without(&lookup.bytes, name),
     );
     assert_eq!(duo.understood(1), None);
-    // Of a program without a binding nobody can say what is eligible: any Position is accepted.
+    // For a program without a binding nobody can say what is eligible: any Position is accepted.
     let unbound = call_head(1, (UNBOUND, 1, 1), (0, 0)).opaque(28).opaque(12);
     let item = unbound.opaques[1];
     duo.foreign(
@@ -942,8 +942,8 @@ fn sources_stay_exposed_until_the_reply_and_no_longer() {
     assert!(duo.at_client.exposed.is_empty());
 }
 
-/// rule 40, rule 108, rule 109, rule 117: a program without a binding is served, with Long messages; so are items that
-/// are eligible, where no chunk of their own is possible.
+/// rule 40, rule 108, rule 109, rule 117: a program without a binding is served, with Long messages; so are eligible items for
+/// which no chunk of their own is possible.
 #[test]
 fn what_is_not_reduced_travels_inside_long_messages() {
     let mut duo = warm(SHAPE);
@@ -952,14 +952,14 @@ fn what_is_not_reduced_travels_inside_long_messages() {
     let lists = duo.lists(1);
     assert!(lists.reads.iter().all(|read| read.position == Position(0)) && !lists.reads.is_empty());
     assert!(lists.writes.is_empty() && lists.reply.is_some());
-    // Two large items: one chunk would not do, and more a stranger does not bear.
+    // Two large items: one chunk would not be enough, and an unknown responder does not bear more.
     let call = call_head(2, (BOTH, 1, 1), (0, 0)).opaque(5).item(9000).words(&[7]).item(9000);
     duo.make(2, plan(call, reply_head(2, 0).words(&[1]))).as_ref().unwrap();
     assert!(duo.lists(2).reads.iter().all(|read| read.position == Position(0)));
     duo.succeeded(2);
 }
 
-/// As a binding has it that is wrong about its program, or an xdrproc that puts a count and not so many bytes.
+/// As with a binding that is wrong about its program, or an xdrproc that encodes a count but fewer bytes.
 #[test]
 fn a_message_that_ends_inside_an_item_travels_as_it_is() {
     let cut = |mut xdr: Xdr| {
@@ -1007,7 +1007,7 @@ fn among_our_own_a_call_has_as_many_chunks_as_it_needs() {
     duo.succeeded(3);
 }
 
-/// What a responder of another make says to a READ that offered one Write chunk of 5000 bytes.
+/// What a responder of another implementation says to a READ that offered one Write chunk of 5000 bytes.
 fn answered(
     program: (u32, u32, u32),
     answer: impl Fn(&Lists, &Xdr) -> (Vec<u8>, Option<Handle>),
@@ -1190,8 +1190,8 @@ fn absurd_chunks_are_refused_before_a_byte_is_read() {
     }
 }
 
-/// Memory of pulled Calls is bounded in all: one goes on beyond that, and who comes too late waits until there is room, and is
-/// asked for little then, until it has answered.
+/// Memory of pulled Calls is bounded in all: one goes on beyond that, and a peer that comes too late waits until there is room,
+/// and is then asked for little until it has answered.
 #[test]
 fn calls_wait_for_memory_that_other_connections_hold() {
     let mut first = warm(SHAPE);

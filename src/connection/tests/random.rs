@@ -57,7 +57,7 @@ fn whatever_is_done_in_whatever_order_every_rule_holds_at_every_step() {
                 8 | 9 => drop(pair.read()),
                 10 | 11 => drop(pair.deliver(Server)),
                 12..=15 => {
-                    // One-way calls are done in their turn, as a loop does that serves one request at a time.
+                    // One-way calls are done in their turn, as in a loop that serves one request at a time.
                     if pair.take() && pair.made[&pair.handed.last().unwrap().xid.0].one_way {
                         pair.discard(pair.handed.len() - 1);
                     }

@@ -1,12 +1,12 @@
-//! A simulation: engines over a network with virtual time, and everything that chance decides from one seed.
+//! A simulation: engines over a network with virtual time; everything that chance decides comes from one seed.
 //!
 //! Most worlds have devices of memory ([`network`]), the others software iWARP over streams of bytes ([`bytes`]).
 //!
-//! A seed is one [`world::World`] of a thousand calls; what is run is a seed and those that follow it. A failure names the
-//! seed of its world, with which alone it is run again, step by step the same. `make simulate CALLS=n SEED=s`
+//! A seed makes one [`world::World`] of a thousand calls; a run takes a seed and those that follow it. A failure names the seed
+//! of its world, which is enough to run that world again alone, step by step the same. `make simulate CALLS=n SEED=s`
 //!
-//! What must hold, at every step: each call ends once, with its own answer byte by byte or an error, and what was said to be
-//! not sent is never executed; requests are executed once and in their order; no handle of a call is left when it has ended;
+//! What must hold, at every step: each call ends once, with its own answer byte by byte or an error, and a call that was reported
+//! as not sent is never executed; requests are executed once and in their order; no handle of a call is left when it has ended;
 //! no remote access fails; each Send finds a Receive that is long enough; credits are kept; at the end nothing is left over.
 #![forbid(unsafe_code)]
 
@@ -19,7 +19,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use world::{Tally, World};
 
-/// Runs worlds until they have made so many calls.
+/// Runs worlds until they have made `calls` calls.
 fn simulate(calls: u64, first: u64) -> Tally {
     let mut tally = Tally::default();
     let mut seed = first;
@@ -36,7 +36,7 @@ fn simulate(calls: u64, first: u64) -> Tally {
     tally
 }
 
-/// A number that the environment may tell.
+/// A number that the environment may give.
 fn told(name: &str) -> Option<u64> {
     std::env::var(name)
         .ok()
@@ -60,7 +60,7 @@ fn a_seed_replays_exactly() {
     assert_eq!(traces.len(), 20, "seeds make different worlds");
 }
 
-/// The same ones each time, and others each time.
+/// Worlds that are the same each time, and worlds that are new each time.
 #[test]
 fn a_sample_of_simulated_worlds() {
     for first in [1, fresh_seed()] {

@@ -1,9 +1,9 @@
 //! Version Two: what two engines agree on, and its transport characteristics, as they change under traffic.
 //!
 //! [`Model`] joins two engines of any settings by devices that hold Receives of the sizes that they were posted with, oldest
-//! first. At every step: a Send finds a Receive, and one that is long enough; it is of a version that both speak, and that
-//! its Call was made in; nothing is sent behind an offer; of the messages that no credit counts only so many are under
-//! way as the rules allow; a handle is invalidated only at an end that takes it.
+//! first. At every step: a Send finds a Receive, and one that is long enough; it is of a version that both speak, and that its
+//! Call was made in; nothing is sent after an offer; no more of the messages that no credit counts are under way than the rules
+//! allow; a handle is invalidated only at an end that takes it.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ use crate::wire::header::Body;
 struct Slots {
     device: Device,
     receives: VecDeque<usize>,
-    /// It gives Receives back, all but the oldest ones so many.
+    /// It gives Receives back, all but this many of the oldest ones.
     keeps: Option<usize>,
 }
 
@@ -76,9 +76,9 @@ struct Half {
     /// REQ_XCHARs of this end without an answer, and what the peer owes it: UPD_XCHARs that settle one.
     requests: usize,
     owed: usize,
-    /// It has heard Version Two.
+    /// It has received a message of Version Two.
     heard_two: bool,
-    /// It has asked for shorter Receives, or changed what the reverse direction may have: calls may fail by that.
+    /// It has asked for shorter Receives, or changed what the reverse direction may have: calls may fail because of that.
     narrowed: bool,
     next: u32,
 }
@@ -369,7 +369,7 @@ impl Model {
         self.halves[side as usize].made[&xid].outcome.as_ref().expect("the call has ended")
     }
 
-    /// What both ends believe of one another is true, both ways.
+    /// Checks that what each end believes about the other is true.
     fn agree(&self) {
         for side in [Client, Server] {
             let (own, seen) = (self.engine(side), self.engine(other(side)).characteristics().peer());
@@ -529,7 +529,7 @@ fn a_client_offers_version_two_by_saying_what_it_is_like_and_a_server_answers_wi
     model.agree();
 }
 
-/// Version One is what it was, whatever the Receives are by now.
+/// Version One is what it was, whatever size the Receives have by now.
 #[test]
 fn a_refused_offer_leaves_version_one_with_its_own_thresholds() {
     for (version, error) in [(1, [1, 1, 1]), (2, [1, 1, 1]), (2, [1, 0, 1]), (1, [2, 0, 0])] {
@@ -563,7 +563,7 @@ fn a_peer_that_knows_no_characteristics_speaks_version_two_with_4096_bytes() {
         model.drain(Client);
         assert_eq!(model.wire.len(), 1);
     }
-    // One that calls in Version Two and says nothing of itself is told nothing either.
+    // A peer that calls in Version Two and says nothing about itself is told nothing either.
     let mut model =
         Model::new(Settings { versions: Versions::ONE, ..BOTH }, Settings { inline: 2048, ..BOTH });
     let call = [&words(&[7, 2, 4, 0, 0, 0, 0, 0])[..], &call_message(7, 40, 3000, false)].concat();
@@ -624,7 +624,7 @@ fn an_offer_that_is_not_answered_leaves_its_calls_for_another_connection() {
     assert!(model.outcome(Client, xid).is_err() && !model.engine(Client).must_fall_back());
 }
 
-/// Calls back may come before the answer. Their data is out of reach with the end of the connection.
+/// Calls back may come before the answer. Their data is out of reach once the connection has ended.
 #[test]
 fn nothing_is_read_of_a_peer_whose_answer_to_the_offer_was_the_end() {
     let mut model = Model::new(Settings { max_call: 8192, ..BOTH }, BOTH);
@@ -713,7 +713,7 @@ fn whoever_asks_for_less_sends_less_from_then_on_and_gets_it_at_once() {
     model.agree();
 }
 
-/// The funding rule: nothing without a reply before the reply to something later.
+/// The funding rule: after a message without a reply, no further one before the reply to something sent later.
 #[test]
 fn what_has_no_reply_waits_for_the_reply_to_something_later() {
     let mut model = Model::new(BOTH, BOTH);
@@ -728,7 +728,7 @@ fn what_has_no_reply_waits_for_the_reply_to_something_later() {
     let told = operation(model.last(Client));
     assert!(matches!(told, Some(Operation::Update { settled: false, .. })), "{told:?}");
     assert_eq!(model.engine(Server).characteristics().peer().backward, Backward::General);
-    // With calls under way their replies do as well.
+    // Replies to calls under way do so as well.
     model.allow_chunks(Client, false);
     model.call(Client, 40, 40);
     model.drive();
@@ -767,7 +767,7 @@ fn that_a_client_serves_is_told_before_the_calls_that_waited_for_a_credit() {
     model.drain(Client);
     model.call(Client, 40, 40);
     let second = model.call(Client, 40, 40);
-    // A server that answers each call before it looks at what comes behind it.
+    // A server that answers each call before it looks at what comes after it.
     while model.deliver(Client) {
         model.serve(Server);
         while model.deliver(Server) {}
@@ -823,7 +823,7 @@ fn bad_values_are_told_and_change_nothing() {
         assert_eq!(unwords(model.last(Server)), [77, 2, 4, 4, 2], "{kind} {info:?}");
         assert_eq!(*model.engine(Server).characteristics().peer(), before);
     }
-    // An answer of nonsense is nobody's to be told.
+    // Nobody is told of a nonsensical answer.
     let sends = model.wire.len();
     model.arrive(Server, &message(3, &[1, 1]), None);
     assert_eq!(model.wire.len(), sends);
@@ -831,7 +831,7 @@ fn bad_values_are_told_and_change_nothing() {
         model.arrive(Server, &message(kind, &[]), None);
         assert_eq!(unwords(model.last(Server)), [77, 2, 4, 4, 3]);
     }
-    // Unknown and experimental ones are passed over.
+    // Unknown and experimental ones are skipped.
     model.arrive(Server, &message(1, &[3, 4, 0, 0xffff_ff01, 4, 9, 1, 4, 8192, 0]), None);
     assert_eq!(model.sizes(Server).0, 8192);
     // All of a long list are answered for, those that cannot be named are left out.
@@ -868,7 +868,7 @@ fn an_answer_that_leaves_the_request_out_or_names_it_twice_is_a_refusal() {
         let limit = if wish == Wish::Rejected { 4096 } else { 2048 };
         assert_eq!(model.sizes(Client).0, limit);
         if wish == Wish::Pending {
-            // Section 3.1: a larger size that takes effect ends it only with the request.
+            // Section 3.1: a larger size that takes effect ends the limit only when it settles the request.
             model.arrive(Client, &words(&[9, 2, 4, 5, 0, 4, 16, 1, 4, 8192, 0]), None);
             assert_eq!(model.sizes(Client).0, 2048);
             model.arrive(Client, &words(&[9, 2, 4, 5, 0, 4, 16, 1, 4, 8192, 1]), None);
@@ -973,7 +973,7 @@ fn run(seed: u64) -> (bool, u32) {
     for side in [Client, Server] {
         let engine = model.engine(side);
         if side == Server && engine.version().is_none() {
-            // It has not learned what the client speaks, and never does if they have nothing in common.
+            // It has not learned what the client speaks, and never will if they have nothing in common.
             continue;
         }
         if !model.closing {

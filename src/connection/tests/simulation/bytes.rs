@@ -1,5 +1,5 @@
-//! Streams of bytes for software iWARP: as TCP gives them to a socket, but in virtual time. A write is taken in part, a buffer is
-//! full, bytes come one by one, and the connection is lost at any byte.
+//! Streams of bytes for software iWARP: as TCP gives them to a socket, but in virtual time. A write is taken in part, a buffer
+//! fills up, bytes arrive one by one, and the connection is lost at any byte.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -22,7 +22,7 @@ pub struct Streams {
     wakes: Vec<(Time, usize)>,
     /// The connection is being set up: nothing takes time or goes wrong.
     starting: bool,
-    /// One read or write in so many is short; 0: none.
+    /// One in this many reads and writes is short; 0: none.
     short: usize,
     segment: usize,
 }
@@ -36,7 +36,7 @@ struct Pipe {
     end: Option<(Time, bool)>,
     /// The sender waits for room.
     full: bool,
-    /// The receiver looks no more.
+    /// The receiver no longer looks.
     deaf: bool,
 }
 
@@ -152,7 +152,7 @@ impl Stream for Half {
             if std::mem::take(&mut pipe.full) {
                 streams.wakes.push((now, 1 - self.end));
             }
-            // As a descriptor tells that is readable still.
+            // Like a descriptor that is still readable.
             if pipe.bytes.front().is_some_and(|(at, _)| *at <= now)
                 || pipe.end.is_some_and(|(at, _)| at <= now)
             {
@@ -202,7 +202,7 @@ impl Simulated for Iwarp {
         Iwarp::exposures(self)
     }
 
-    // Its handles are numbers, which never run out, and go when they are told to.
+    // Its handles are numbers, which never run out, and go away when told to.
     fn run_out(&mut self, _left: (u32, u32)) {}
 
     fn jam(&mut self) {}
@@ -212,8 +212,8 @@ impl Simulated for Iwarp {
     }
 }
 
-/// A connection of software iWARP, established: its medium, and the device and the socket of each end. `said`: the private data of
-/// both.
+/// An established connection of software iWARP: its medium, and the device and the socket of each end. `said`: the private data
+/// of both.
 pub fn connect(
     clock: Clock,
     seed: u64,

@@ -1,10 +1,10 @@
-//! The simulated network: virtual time, ordered streams of packets that take as long as chance has it, and the device at
-//! each end of a connection.
+//! The simulated network: virtual time, ordered streams of packets that take as long as chance decides, and the device at each
+//! end of a connection.
 //!
-//! A [`Card`] has the semantics of the trait's contract and of RFC 5040 §5.5, as `provider::fault::Loopback`, and beyond
-//! it: packets take time, a stream holds only so many bytes, and it may be cut at any place in either direction. Between
-//! two honest engines no remote access may ever fail and every Send finds a Receive that is long enough, so that what
-//! would end a real connection is a panic here.
+//! A [`Card`] has the semantics of the trait's contract and of RFC 5040 §5.5, like `provider::fault::Loopback`, and goes beyond
+//! it: packets take time, a stream holds only so many bytes, and it may be cut at any place in either direction. Between two
+//! honest engines no remote access may ever fail and every Send finds a Receive that is long enough, so anything that would end a
+//! real connection is a panic here.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -19,7 +19,7 @@ use crate::provider::{self, Completion, Limits, QueuePair, Traits, WorkId};
 /// Virtual time, nanoseconds.
 pub type Time = u64;
 
-/// The time of one simulation, which all its networks have.
+/// The time of one simulation, which all its networks share.
 pub type Clock = Arc<AtomicU64>;
 
 /// What a connection's streams are like.
@@ -43,7 +43,7 @@ pub struct Network {
     terms: Terms,
     /// To end 0 and to end 1.
     wires: [Wire; 2],
-    /// Ends that are to be polled, and when.
+    /// Ends to be polled, and when.
     wakes: Vec<(Time, usize)>,
 }
 
@@ -77,7 +77,7 @@ enum Packet {
 }
 
 impl Packet {
-    /// From here on it names no memory that is lent; returns the bytes copied.
+    /// From here on the packet names no memory that is lent; returns the bytes copied.
     fn own(&mut self) -> usize {
         let mut copied = 0;
         if let Packet::Send { gather, .. } | Packet::Write { gather, .. } = self {
@@ -99,7 +99,7 @@ impl Packet {
     }
 }
 
-/// A copy in memory that never runs out, as the network has.
+/// A copy in memory that never runs out, like that of the network.
 fn own(region: &Region) -> Region {
     let left = ration::pause();
     let own = region.owned().unwrap();
@@ -133,9 +133,9 @@ impl Network {
 
 /// What lies between the two ends of a connection.
 pub trait Medium {
-    /// Ends that are to be polled, and when.
+    /// Ends to be polled, and when.
     fn wakes(&mut self) -> Vec<(Time, usize)>;
-    /// Loses the connection: of what is under way to each end, chance tells how much still arrives.
+    /// Loses the connection: chance decides how much of what is under way to each end still arrives.
     fn cut(&mut self);
     /// Nothing is under way to anybody.
     fn is_empty(&self) -> bool;
@@ -169,7 +169,7 @@ pub trait Simulated: QueuePair {
     fn receives(&self) -> usize;
     fn exposes(&self, handle: Handle) -> bool;
     fn exposures(&self) -> usize;
-    /// From here on so many exposures succeed, and then so many fail.
+    /// From here on `left.0` exposures succeed, and then `left.1` fail.
     fn run_out(&mut self, left: (u32, u32));
     /// From here on nothing can be invalidated.
     fn jam(&mut self);
@@ -238,7 +238,7 @@ pub struct Card {
 }
 
 impl Card {
-    /// The device of end 0 or 1. `own` and `peer`: the private data of this end and of the other one.
+    /// The device of end 0 or 1. `own` and `peer`: the private data of this end and of the other.
     pub fn new(end: usize, network: &Arc<Mutex<Network>>, seed: u64, [own, peer]: [&PrivateData; 2]) -> Card {
         let mut terms = network.lock().unwrap().terms;
         terms.limits.remote_invalidation = own.remote_invalidation;
@@ -261,7 +261,7 @@ impl Card {
         }
     }
 
-    /// The same with segments of at most so many bytes.
+    /// The same with segments of at most `most` bytes.
     pub fn with_segments(mut self, most: u32) -> Card {
         self.terms.limits.max_segment = most;
         self
@@ -292,7 +292,7 @@ impl Card {
                 return;
             }
             let mut packet = unsent.pop_front().unwrap();
-            // As bytes go into a socket.
+            // As with bytes that go into a socket.
             packet.own();
             network.push(to, packet);
         }
@@ -312,7 +312,7 @@ impl Card {
         self.reads.clear();
         self.stalled.clear();
         self.unsent.clear();
-        // What has come by then is not looked at any more.
+        // What has arrived by then is no longer looked at.
         let mut network = self.network();
         network.wires[self.end].packets.clear();
         network.wires[self.end].cut = true;
@@ -505,7 +505,7 @@ impl QueuePair for Card {
     }
 
     fn withdraw(&mut self) -> usize {
-        // A device that has begun with the oldest one keeps that.
+        // A device that has begun to use the oldest Receive keeps it.
         let keeps = self.random.below(2).min(self.receives.len());
         let held = self.receives.len();
         self.receives.truncate(keeps);

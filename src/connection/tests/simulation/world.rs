@@ -1,8 +1,8 @@
-//! The simulated world: a server, clients, their programs and connections, and what goes wrong; everything in the order of
-//! virtual time, and everything that chance decides from one seed.
+//! The simulated world: a server, clients, their programs and connections, and what goes wrong. Everything happens in the order
+//! of virtual time, and everything that chance decides comes from one seed.
 //!
-//! The world does what the driver does with an engine and a device, with the device of [`network`](super::network). What
-//! the programs do, and what must hold of it, is kept in [`Call`]s.
+//! The world does what the driver does with an engine and a device, with the device of [`network`](super::network). [`Call`]s
+//! hold what the programs do, and what must hold for it.
 #![forbid(unsafe_code)]
 
 use std::cmp::Reverse;
@@ -27,7 +27,7 @@ const SERVER: usize = 1;
 const MICROSECOND: Time = 1000;
 const MILLISECOND: Time = 1000 * MICROSECOND;
 
-/// What a world is like: every one has some of what can happen and not the rest, so that nothing hides behind something else.
+/// What a world is like: each has some of what can happen and not the rest, so that nothing hides behind something else.
 #[derive(Clone, Debug)]
 struct Plan {
     calls: usize,
@@ -166,7 +166,7 @@ enum Sort {
     Write,
 }
 
-/// A call of a program, and all that is known of it.
+/// A call of a program, and all that is known about it.
 #[derive(Debug)]
 struct Call {
     sort: Sort,
@@ -179,7 +179,7 @@ struct Call {
     posted: Option<u32>,
     /// Its end was told to the program, or it was abandoned, or the program died.
     ended: bool,
-    /// The program was told that it was not sent, or it was taken back before: nobody may ever execute it.
+    /// The program was told that it was not sent, or the call was taken back before it was sent: nobody may ever execute it.
     forbidden: bool,
     executed: bool,
     /// The peer has said that it refuses it or cannot answer.
@@ -199,17 +199,17 @@ struct Serving {
 struct End {
     engine: Connection,
     card: Box<dyn Simulated>,
-    /// What the card goes over, which goes after it.
+    /// What the card runs over, which is dropped after it.
     _socket: Option<Socket>,
     /// Calls that the program waits for, by XID.
     own: FxHashMap<u32, u32>,
     /// Calls posted and not known to be done at the peer, in the order of their Sends: XID and number.
     under_way: VecDeque<(u32, u32)>,
-    /// Calls of the peer that have come and were not answered, by XID.
+    /// Calls of the peer that have arrived and were not answered, by XID.
     unanswered: FxHashMap<u32, u32>,
     posted: u32,
     granted: u32,
-    /// The most credits that the peer was told to use, and told of.
+    /// The most credits told to the peer: those granted in replies, and those asked for in calls.
     told: [u32; 2],
     /// Place of the latest call of the peer that was handed up, counted from 1.
     handed: u32,
@@ -220,7 +220,7 @@ struct End {
 }
 
 impl End {
-    /// What it has when nothing moves any more.
+    /// Checks what it has when nothing moves any more.
     fn check_rest(&self, calls: &[Call]) {
         let End { engine, card, own, under_way, serving, .. } = self;
         assert!(serving.is_empty() && own.is_empty());
@@ -241,7 +241,7 @@ impl End {
         }
     }
 
-    /// For people.
+    /// For people to read.
     fn state(&self) -> String {
         let End { engine, own, under_way, serving, .. } = self;
         let (left, asked, granted) = (engine.credits_left(), engine.asked(), engine.granted());
@@ -257,7 +257,7 @@ impl End {
     }
 }
 
-/// The device of an end, and the socket that it goes over.
+/// The device of an end, and the socket that it runs over.
 type Way = (Box<dyn Simulated>, Option<Socket>);
 
 struct Link {
@@ -266,7 +266,7 @@ struct Link {
     /// Answers under way to calls that asked for none.
     strays: usize,
     ends: [Option<End>; 2],
-    /// The client opens another one soon.
+    /// The client will open another one soon.
     renewing: bool,
 }
 
@@ -282,10 +282,10 @@ enum Event {
     Connect { client: usize },
 }
 
-/// What a world has come to.
+/// What happened in a world, in numbers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Of everything that happened, in its order.
+    /// A hash of everything that happened, in order.
     pub trace: u64,
     pub calls: u64,
     pub answered: u64,
@@ -344,7 +344,7 @@ pub struct World {
     open: usize,
     /// Replies that a program keeps, and the calls that they answer.
     kept: VecDeque<(u32, Regions)>,
-    /// Memory of programs, and of it what no call uses.
+    /// Memory of programs, and which of it no call uses.
     programs: Vec<Program>,
     idle: Vec<usize>,
     /// No more calls are made, and nothing goes wrong.
@@ -355,7 +355,7 @@ pub struct World {
 }
 
 thread_local! {
-    /// Memory of programs is never freed: the next world has it again.
+    /// Memory of programs is never freed: the next world uses it again.
     static PROGRAMS: std::cell::Cell<Vec<Program>> = const { std::cell::Cell::new(Vec::new()) };
 }
 
@@ -377,7 +377,7 @@ fn push_words(bytes: &mut Vec<u8>, words: &[u32]) {
     words.iter().for_each(|word| bytes.extend_from_slice(&word.to_be_bytes()));
 }
 
-/// Words of a message of our own before its filling, and of an answer to it.
+/// Bytes of a message of our own before its filling, and of an answer to it.
 const PLAIN: usize = 16;
 const NFS: u32 = 100_003;
 /// Marks an answer to a call that asked for none.
@@ -470,7 +470,7 @@ impl World {
     }
 
     fn new(seed: u64) -> World {
-        // Seeds that are close to one another are of worlds that are not (splitmix64).
+        // Makes seeds that are close to one another give worlds that are not (splitmix64).
         let mut mixed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -540,7 +540,7 @@ impl World {
         of_1000 > 0 && self.random.below(1000) < of_1000
     }
 
-    /// Has everything happen that is to happen, in its order.
+    /// Makes everything happen that is to happen, in order.
     fn live(&mut self) {
         let mut left = 2000 * self.plan.calls;
         while let Some(Reverse((time, _, event))) = self.events.pop() {
@@ -689,7 +689,7 @@ impl World {
     fn settle(&mut self, link: usize, at: usize) {
         self.drain(link, at);
         self.take(link, at);
-        // Work that nothing of the peer follows is sent by this.
+        // This sends work after which nothing comes from the peer.
         if let Some(End { engine, card, .. }) = &mut self.links[link].ends[at]
             && engine.closed().is_none()
             && let Err(error) = card.flush()
@@ -706,10 +706,11 @@ impl World {
         if let Some(end) = &mut ends[at] {
             match end.engine.closed() {
                 None => {
-                    // What has come and is not taken in yet has its Receive no more.
+                    // A message that has arrived and is not taken in yet has no Receive any more.
                     let held = end.engine.common.characteristics.held() as usize;
                     assert!(end.card.receives() <= held && (end.card.receives() == held || self.plan.bytes));
-                    // Every call that the peer may make finds a Receive, and every reply, and what no credit counts.
+                    // Every call that the peer may make finds a Receive, and so does every reply, and every message that no
+                    // credit counts.
                     let wanted = (end.told[0] + end.told[1]) as usize;
                     let wanted = wanted + receive_margin(end.engine.common.settings.versions) as usize;
                     let there = held + end.engine.responder.working();
@@ -749,7 +750,7 @@ impl World {
         assert!(end.engine.is_idle() && end.engine.requester.waiting().is_empty());
         assert!(end.own.is_empty(), "the connection has ended, and a call on it has not");
         assert_eq!(end.card.exposures(), 0);
-        // Who serves may go on with what had come.
+        // An end that serves may go on with what had arrived.
         if end.serving.is_empty() || self.quiet {
             self.links[link].ends[at] = None;
         }
@@ -901,7 +902,7 @@ impl World {
         self.scratch = message;
     }
 
-    /// A message has come.
+    /// A message has arrived.
     fn hear(&mut self, link: usize, at: usize, message: &[u8]) {
         let Ok(header) = header::decode(message, Versions::BOTH) else { panic!("the peer sent nonsense") };
         let end = self.links[link].ends[at].as_mut().unwrap();
@@ -995,7 +996,7 @@ impl World {
         }
     }
 
-    /// A call has ended: the memory of the program is the program's alone, which does with it what it likes.
+    /// A call has ended: the memory that it used is the program's alone again, to do with as it likes.
     fn give_back(&mut self, number: u32) {
         if let Some(loan) = self.calls[number as usize].loan.take() {
             self.programs[loan].bytes()[..1024].fill(0xee);
@@ -1053,7 +1054,7 @@ impl World {
         self.check_request(number, &message);
         drop(message);
         let one_way = self.calls[number as usize].sort == Sort::OneWay;
-        // There are Receives for few of them.
+        // There are Receives for only a few of them.
         let stray = one_way && !self.quiet && self.links[link].strays < 4 && self.chance(self.plan.stray);
         self.links[link].strays += usize::from(stray);
         let silent = (one_way && !stray) || (!one_way && !self.quiet && self.chance(self.plan.discard));
@@ -1071,7 +1072,7 @@ impl World {
                     engine.discard(id)
                 }
                 if !one_way {
-                    // Its program loses patience some time.
+                    // Its program loses patience at some time.
                     self.after(100 * MILLISECOND, Event::Deadline(number));
                 }
             }
@@ -1142,7 +1143,7 @@ impl World {
             return;
         }
         let Terms { latency, jitter, .. } = self.plan.terms;
-        // Who can do nothing waits for what is under way.
+        // A program that can do nothing waits for what is under way.
         let busy = self.open >= self.plan.most;
         let pace = if busy { self.plan.pace.max((latency + jitter) / 4) } else { self.plan.pace };
         self.after(pace, Event::Act);
@@ -1196,7 +1197,7 @@ impl World {
         }
     }
 
-    /// A connection of some client: its latest.
+    /// A connection of some client: its latest one.
     fn recent_link(&mut self) -> usize {
         let client = 1 + self.random.below(self.plan.clients);
         self.links.iter().rposition(|link| link.client == client).expect("each client has connected")
@@ -1313,7 +1314,7 @@ impl World {
         self.settle(link, at);
     }
 
-    /// A host starts anew: everything that its programs had is gone, without a word.
+    /// A host restarts: everything that its programs had is gone, without a word.
     fn restart(&mut self, host: usize) {
         self.note(0x6_0000_0000 + host as u64);
         for link in 0..self.links.len() {
@@ -1386,7 +1387,7 @@ impl World {
     /// Nothing goes wrong any more: every call has ended, every connection still serves, and nothing is left over.
     fn finish(&mut self, mapped: isize) {
         self.check_ends();
-        // Where a handle stays for ever the connection goes with the next call.
+        // Where a handle is stuck for ever, the connection ends with the next call.
         for link in 0..self.links.len() {
             let open = |end: &Option<End>| end.as_ref().is_some_and(|end| end.engine.closed().is_none());
             if self.links[link].ends.iter().all(open) {
@@ -1423,14 +1424,14 @@ impl World {
     }
 }
 
-/// The number of a call without a reply of which this is one all the same: such replies are plain and short.
+/// The number of the one-way call that this message answers all the same: such replies are plain and short.
 fn answered(header: &Header<'_>) -> Option<u32> {
     let Body::Msg { payload, .. } = header.body else { return None };
     let word = |at: usize| payload.get(4 * at..4 * at + 4).map(|w| u32::from_be_bytes(w.try_into().unwrap()));
     (word(2)? == STRAY).then(|| word(3))?
 }
 
-/// Whether a good message is a Call.
+/// Whether a valid message is a Call.
 fn is_call(header: &Header<'_>) -> bool {
     match (header.direction, header.body) {
         (_, Body::Error(_) | Body::Optional { .. }) => false,

@@ -26,7 +26,7 @@ mod connection;
 mod shared;
 
 pub use answered::Answered;
-pub use connection::{begins, ends, enter, is_still_under_way, is_under_way, leave, lock};
+pub use connection::{begins, ends, enter, is_still_under_way, is_under_way, leave, lock, quit};
 pub use shared::SharedWords;
 
 /// The number of forks between the process that first asked and this one: it differs between parent and child.

@@ -570,7 +570,7 @@ impl Responder {
     /// Another process has answered this request.
     pub(super) fn answered_elsewhere(&mut self, id: RequestId) {
         if self.deferred.remove(&id).is_none() {
-            // Its credit goes back with what comes next.
+            // No Receive is posted for it: a shared connection has one for each credit whatever is handed up.
             self.handed.take(id);
         }
     }

@@ -1,12 +1,16 @@
 //! The locks of a connection while a thread forks a child that may reply to one of its requests: the child inherits their state
 //! at that moment, so other threads leave them alone meanwhile.
 //!
+//! Threads that fork take turns ([`Line`]), as fork(2) itself has them do: only the one whose turn it is marks connections as to be
+//! left alone.
+//!
 //! # Invariants
 //! - No lock is held across the fork: an atfork handler of the program (pthread_atfork(3)) may wait for a thread that wants it.
-//!   Nobody waits for a fork longer than [`MOST`] once its thread has checked the locks, nor for a lock longer than [`QUEUE`],
-//!   nor to fork longer than [`LATE`].
+//!   Nobody waits for a fork longer than [`most`] once its thread has checked the locks, nor longer than [`queue`] for a lock, or
+//!   for each of the forks that come before its own.
 //! - A thread that has waited runs before the next one forks.
-//! - If a thread never returns from fork(2), its fork no longer counts as under way after [`MOST`].
+//! - If a thread never returns from fork(2), its fork no longer counts as under way after [`most`], and its turn ends after
+//!   [`queue`].
 //! - No heap: a signal handler that has interrupted malloc(3) may fork.
 #![forbid(unsafe_code)]
 
@@ -17,24 +21,30 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::thread;
 use std::time::Duration;
 
-use crate::stats;
 use crate::sync::{Mutex, MutexGuard};
+use crate::{stats, wait};
 
-/// How long a thread waits for another thread's fork, in nanoseconds: forking a process of many gigabytes takes as long.
-const MOST: u64 = 50_000_000;
-/// The same for several forks in a row.
-const QUEUE: u64 = 4 * MOST;
-/// How long a thread waits to fork, however many fork at once. It then takes over from another fork, whose child may find locks
-/// taken. The kernel performs forks one after the other in any case.
-const LATE: u64 = 5 * QUEUE;
+/// How long a thread waits for another thread's fork, in nanoseconds: at least, and at most where the latest fork has taken long,
+/// which it does in a process of many gigabytes.
+const LEAST: u64 = 50_000_000;
+const LONGEST: u64 = 500_000_000;
 /// How long the next fork waits after one for which threads have waited, so that these can go on. They take a few locks, one
 /// after the other.
 const GAP: u64 = 200_000;
 /// How often waiting threads look again.
 const LOOK: Duration = Duration::from_micros(50);
-/// Where several threads wait to fork, each looks again only after that many times as long, up to this factor, so that they leave
-/// the processors to the thread that forks.
-const LINE: u32 = 32;
+/// How long the latest fork has taken.
+static TOOK: AtomicU64 = AtomicU64::new(0);
+
+/// How long a thread waits for another thread's fork, in nanoseconds.
+fn most() -> u64 {
+    (2 * TOOK.load(SeqCst)).clamp(LEAST, LONGEST)
+}
+
+/// The same for a lock, while several threads fork in a row; and for a fork from the beginning of its turn.
+fn queue() -> u64 {
+    4 * most()
+}
 
 /// The forks that concern one connection, or several whose numbers hash to the same place.
 struct Forks {
@@ -47,9 +57,6 @@ struct Forks {
     /// Threads that wait for one of the connection's locks, or are checking `began` before they do.
     waiting: AtomicU32,
 }
-
-/// Threads that wait to fork.
-static IN_LINE: AtomicU32 = AtomicU32::new(0);
 
 const PLACES: usize = 1024;
 static FORKS: [Forks; PLACES] = [const { Forks::new() }; PLACES];
@@ -69,6 +76,8 @@ fn less(threads: &AtomicU32) {
 thread_local! {
     /// How many nested forks the calling thread is in: an atfork handler or a signal handler may fork as well.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
+    /// When the outermost of them was last seen to get on.
+    static ENTERED: Cell<u64> = const { Cell::new(0) };
     static MARKS: Cell<Marks> = const { Cell::new(Marks::NONE) };
 }
 
@@ -95,12 +104,12 @@ impl Forks {
 
     fn is_under_way(&self, now: u64) -> bool {
         let began = self.began.load(SeqCst);
-        began != 0 && now.saturating_sub(began) < MOST
+        began != 0 && now.saturating_sub(began) < most()
     }
 
     /// Whether the calling thread has to leave the locks alone.
     fn concerns_us(&self) -> bool {
-        self.may_be_under_way() && DEPTH.get() == 0 && self.is_under_way(stats::clock())
+        self.may_be_under_way() && !is_inside(stats::clock()) && self.is_under_way(stats::clock())
     }
 
     /// Waits for a moment.
@@ -110,20 +119,21 @@ impl Forks {
         less(&self.sleeping);
     }
 
-    /// Begins a fork, recorded as begun at `stamp`, if it may begin now: no other one is under way or has just ended. `late`: it
-    /// may in any case. Returns whether it has begun.
-    fn takes(&self, now: u64, stamp: u64, late: bool) -> bool {
-        let before = self.began.load(SeqCst);
-        let is_free = before == 0 && now.saturating_sub(self.ended.load(SeqCst)) >= GAP;
-        let is_lost = before != 0 && now.saturating_sub(before) >= QUEUE;
-        (is_free || is_lost || late) && self.moves(before, stamp)
+    /// A fork has begun at `stamp`, or is taken to. One before it that has not ended by now is lost.
+    fn begins(&self, stamp: u64) {
+        self.began.store(stamp, SeqCst);
+    }
+
+    /// How long those that have waited for the latest fork still go first, in nanoseconds.
+    fn gap(&self, now: u64) -> u64 {
+        GAP.saturating_sub(now.saturating_sub(self.ended.load(SeqCst)))
     }
 
     fn moves(&self, before: u64, stamp: u64) -> bool {
         self.began.compare_exchange(before, stamp, SeqCst, SeqCst).is_ok()
     }
 
-    /// Ends the fork, unless another one has begun since because this one took too long.
+    /// Ends the fork, unless another one has begun since because this one was taken to be lost.
     fn ends(&self, stamp: u64) {
         if self.sleeping.load(SeqCst) != 0 {
             self.ended.store(stats::clock(), SeqCst);
@@ -135,7 +145,7 @@ impl Forks {
     #[cold]
     #[inline(never)]
     fn lock<'a, T>(&self, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
-        let until = stats::clock() + QUEUE;
+        let until = stats::clock() + queue();
         let leaves_alone = || self.concerns_us() && stats::clock() < until;
         loop {
             while leaves_alone() {
@@ -197,96 +207,162 @@ pub fn is_still_under_way(connection: usize, others: impl Fn() -> bool) -> bool 
     forks.concerns_us()
 }
 
-/// The connections that a thread's fork concerns, by their places, and when the fork began.
+/// The turns of the threads that fork, in the order in which they came.
+struct Line {
+    /// The number of the thread that comes next.
+    next: AtomicU64,
+    /// The number of the thread whose turn it is.
+    turn: AtomicU64,
+    /// What the others sleep on, by their numbers: changes when the turn comes to one of these.
+    told: [AtomicU32; Line::WORDS],
+}
+
+static LINE: Line = Line::new();
+
+impl Line {
+    const WORDS: usize = 64;
+
+    const fn new() -> Line {
+        // Marks::NONE has 0.
+        Line {
+            next: AtomicU64::new(1),
+            turn: AtomicU64::new(1),
+            told: [const { AtomicU32::new(0) }; Line::WORDS],
+        }
+    }
+
+    fn told(&self, number: u64) -> &AtomicU32 {
+        &self.told[number as usize % Line::WORDS]
+    }
+
+    /// Waits for the calling thread's turn, and returns its number. A turn that has not ended after [`queue`] is passed over; its
+    /// thread forks nevertheless, and the child may find locks taken.
+    fn waits(&self) -> u64 {
+        let number = self.next.fetch_add(1, SeqCst);
+        let told = self.told(number);
+        let mut seen = (0, 0);
+        loop {
+            let (before, turn, now) = (told.load(SeqCst), self.turn.load(SeqCst), stats::clock());
+            ENTERED.set(now);
+            if turn >= number {
+                return number;
+            }
+            if turn != seen.0 {
+                seen = (turn, now);
+            }
+            if now.saturating_sub(seen.1) >= queue() {
+                self.passes(turn);
+            } else {
+                wait::for_change(told, before, Duration::from_nanos(queue()));
+            }
+        }
+    }
+
+    /// Ends the turn of that number, if it is not over.
+    fn passes(&self, number: u64) {
+        if self.turn.compare_exchange(number, number + 1, SeqCst, SeqCst).is_ok() {
+            let told = self.told(number + 1);
+            told.fetch_add(1, SeqCst);
+            wait::tell_change(told);
+        }
+    }
+
+    /// No thread is in it any more.
+    fn clear(&self) {
+        self.turn.store(self.next.load(SeqCst), SeqCst);
+    }
+}
+
+/// What a thread's fork concerns: connections, by their places, which are marked as begun at `stamp`; its number in the line, and
+/// when it has checked their locks.
 #[derive(Clone, Copy)]
 struct Marks {
     places: [u64; PLACES / 64],
     stamp: u64,
+    number: u64,
+    checked: u64,
 }
 
 impl Marks {
-    const NONE: Marks = Marks { places: [0; PLACES / 64], stamp: 0 };
+    const NONE: Marks = Marks { places: [0; PLACES / 64], stamp: 0, number: 0, checked: 0 };
 
     fn add(&mut self, place: usize) {
         self.places[place / 64] |= 1 << (place % 64);
     }
 
-    /// Lowest places first: all threads use the same order, or two of them would wait for each other.
-    fn all(&self) -> impl Iterator<Item = usize> {
-        (0..PLACES).filter(|place| self.has(*place))
+    fn all(&self) -> impl Iterator<Item = &'static Forks> {
+        let places = self.places;
+        (0..PLACES)
+            .filter(move |place| places[place / 64] & 1 << (place % 64) != 0)
+            .map(|place| &FORKS[place])
     }
 
-    fn has(&self, place: usize) -> bool {
-        self.places[place / 64] & 1 << (place % 64) != 0
-    }
-
-    /// Marks all of them as begun at `stamp`, and drops those that another thread has taken.
-    fn renew(&mut self, stamp: u64) {
-        let before = *self;
-        for place in before.all().filter(|place| !FORKS[*place].moves(before.stamp, stamp)) {
-            self.places[place / 64] &= !(1 << (place % 64));
-        }
-        self.stamp = stamp;
+    /// They count as begun just now, but for those that another thread has marked because this one took too long.
+    fn renew(&mut self) {
+        let before = std::mem::replace(&mut self.stamp, stats::clock());
+        self.all().for_each(|forks| _ = forks.moves(before, self.stamp));
+        ENTERED.set(self.stamp);
     }
 }
 
-/// The calling thread is about to fork, and first has `see` check whether the locks of these connections are free. One such
-/// thread at a time, since each check takes the locks for a moment while another thread might fork; and after the threads that
-/// already wait for these locks. `connections` is asked again if the calling thread has waited.
-pub fn begins(connections: impl Fn(&mut dyn FnMut(usize)), see: impl FnOnce()) {
-    let mut wanted = Marks::NONE;
-    let ask = |wanted: &mut Marks| connections(&mut |connection| wanted.add(place(connection)));
-    ask(&mut wanted);
-    let mut marks = Marks { stamp: stats::clock(), ..Marks::NONE };
-    let until = marks.stamp + LATE;
-    let line = IN_LINE.fetch_add(1, SeqCst).clamp(1, LINE);
-    loop {
-        let mut has_waited = false;
-        for place in wanted.all() {
-            while !marks.has(place) {
-                let now = stats::clock();
-                // Waiting for the next place does not prolong the time for which the places taken so far are left alone.
-                let stamp = if now.saturating_sub(marks.stamp) < MOST { marks.stamp } else { now };
-                if FORKS[place].takes(now, stamp, now >= until) {
-                    marks.renew(stamp);
-                    marks.add(place);
-                } else {
-                    thread::sleep(LOOK * line);
-                    has_waited = true;
-                }
-            }
-        }
-        if has_waited {
-            // Meanwhile the program may have come to owe replies on other connections too.
-            ask(&mut wanted);
-        }
-        // The time of all of them starts now. A place that was held for too long may have been taken by another thread: it is
-        // taken again.
-        marks.renew(stats::clock());
-        if marks.places == wanted.places || marks.stamp >= until {
-            break;
-        }
+/// The calling thread is about to fork. When its turn has come, has `see` check whether the locks of these connections are free:
+/// other threads leave them alone from then on, but those that wait for them already go first.
+pub fn begins(connections: impl FnOnce(&mut dyn FnMut(usize)), see: impl FnOnce()) {
+    let mut marks = Marks { number: LINE.waits(), stamp: stats::clock(), ..Marks::NONE };
+    ENTERED.set(marks.stamp);
+    connections(&mut |connection| marks.add(place(connection)));
+    let gap = marks.all().map(|forks| forks.gap(stats::clock())).max();
+    if let Some(gap) = gap.filter(|gap| *gap != 0) {
+        thread::sleep(Duration::from_nanos(gap));
     }
-    less(&IN_LINE);
-    let until = marks.stamp + MOST;
-    while marks.stamp < until && marks.all().any(|place| FORKS[place].waiting.load(SeqCst) != 0) {
+    marks.stamp = stats::clock();
+    marks.all().for_each(|forks| forks.begins(marks.stamp));
+    let until = marks.stamp + most();
+    while marks.stamp < until && marks.all().any(|forks| forks.waiting.load(SeqCst) != 0) {
         thread::sleep(LOOK);
-        marks.renew(stats::clock());
+        marks.renew();
     }
     see();
-    marks.renew(stats::clock());
+    marks.renew();
+    marks.checked = marks.stamp;
     MARKS.set(marks);
 }
 
 /// The fork is over.
 pub fn ends() {
     let marks = MARKS.replace(Marks::NONE);
-    marks.all().for_each(|place| FORKS[place].ends(marks.stamp));
+    if marks.number != 0 {
+        TOOK.store(stats::clock().saturating_sub(marks.checked), SeqCst);
+        marks.all().for_each(|forks| forks.ends(marks.stamp));
+        LINE.passes(marks.number);
+    }
+}
+
+/// Whether the calling thread is in a fork that gets on.
+fn is_inside(now: u64) -> bool {
+    DEPTH.get() != 0 && now.saturating_sub(ENTERED.get()) < queue()
 }
 
 /// The calling thread forks. Returns whether this is not inside another fork of its own.
 pub fn enter() -> bool {
-    DEPTH.replace(DEPTH.get() + 1) == 0
+    let now = stats::clock();
+    if is_inside(now) {
+        DEPTH.set(DEPTH.get() + 1);
+        return false;
+    }
+    quit();
+    DEPTH.set(1);
+    ENTERED.set(now);
+    true
+}
+
+/// The calling thread is in no fork: what it was in it has left by longjmp(3), out of a handler.
+#[inline]
+pub fn quit() {
+    if DEPTH.get() != 0 {
+        DEPTH.set(0);
+        ends();
+    }
 }
 
 /// The calling thread has forked. Returns whether it is in no fork any more.
@@ -302,24 +378,17 @@ pub fn forked() {
         forks.sleeping.store(0, SeqCst);
         forks.waiting.store(0, SeqCst);
     }
-    IN_LINE.store(0, SeqCst);
+    LINE.clear();
 }
 
 #[cfg(all(test, not(shuttle)))]
 mod tests {
     use super::*;
 
-    impl Forks {
-        fn begins(&self) -> u64 {
-            let begin = stats::clock();
-            loop {
-                let now = stats::clock();
-                if self.takes(now, now, now >= begin + LATE) {
-                    return now;
-                }
-                thread::sleep(LOOK);
-            }
-        }
+    fn begins_at_once(forks: &Forks) -> u64 {
+        let now = stats::clock();
+        forks.begins(now);
+        now
     }
 
     #[test]
@@ -334,12 +403,12 @@ mod tests {
                     thread::yield_now();
                 }
                 let forker = scope.spawn(move || {
-                    let began = forks.begins();
+                    let began = begins_at_once(forks);
                     while forks.waiting.load(SeqCst) != 0 && forks.is_under_way(stats::clock()) {
                         thread::sleep(LOOK);
                     }
                     let taken = lock.try_lock().is_err();
-                    // It comes back for the lock, but not yet.
+                    // The waiter comes back for it, but not yet.
                     let left_alone = !taken && !waits.is_finished();
                     let in_time = forks.is_under_way(stats::clock());
                     forks.ends(began);
@@ -353,19 +422,16 @@ mod tests {
                 forker.join().unwrap()
             })
         });
-        assert!(in_time, "each time it took {MOST} ns");
+        assert!(in_time, "each time it took {LEAST} ns");
     }
 
     #[test]
     fn nobody_waits_long_for_a_thread_that_does_not_come_back_from_its_fork() {
         let (lock, forks) = (Mutex::new(()), Forks::new());
-        let lost = forks.begins();
-        let begin = stats::clock();
+        let lost = begins_at_once(&forks);
         drop(forks.lock(&lock));
-        assert!(stats::clock() >= lost + MOST);
-        // Nor does a new fork wait for the lost one for ever.
-        let next = forks.begins();
-        assert!(next >= lost + QUEUE && next > begin);
+        assert!(stats::clock() >= lost + LEAST);
+        let next = begins_at_once(&forks);
         forks.ends(lost);
         assert!(forks.may_be_under_way());
         forks.ends(next);
@@ -373,9 +439,48 @@ mod tests {
     }
 
     #[test]
+    fn threads_fork_one_after_the_other_in_the_order_in_which_they_came() {
+        let line = Line::new();
+        let done = Mutex::new(Vec::new());
+        let first = line.waits();
+        thread::scope(|scope| {
+            for number in first + 1..first + 8 {
+                scope.spawn(|| {
+                    let number = line.waits();
+                    done.lock().unwrap().push(number);
+                    line.passes(number);
+                });
+                while line.next.load(SeqCst) <= number {
+                    thread::yield_now();
+                }
+            }
+            done.lock().unwrap().push(first);
+            line.passes(first);
+        });
+        let done = done.into_inner().unwrap();
+        assert!(done.is_sorted() && done.len() == 8, "{done:?}");
+    }
+
+    #[test]
+    fn a_turn_that_does_not_end_is_passed_over_after_a_while_and_ends_nobody_elses() {
+        let line = Line::new();
+        let (lost, begin) = (line.waits(), stats::clock());
+        let next = line.waits();
+        assert!(stats::clock() >= begin + 4 * LEAST && next == lost + 1);
+        line.passes(lost);
+        assert_eq!(line.turn.load(SeqCst), next);
+        // In a child nobody else is in it.
+        line.next.fetch_add(5, SeqCst);
+        line.clear();
+        line.passes(next);
+        let last = line.waits();
+        assert_eq!((last, line.turn.load(SeqCst)), (next + 6, next + 6));
+    }
+
+    #[test]
     fn who_has_waited_goes_on_before_the_next_fork() {
         let forks = Forks::new();
-        let began = forks.begins();
+        let began = begins_at_once(&forks);
         thread::scope(|scope| {
             scope.spawn(|| forks.sleep());
             while forks.sleeping.load(SeqCst) == 0 && forks.is_under_way(stats::clock()) {
@@ -385,78 +490,46 @@ mod tests {
             forks.ends(began);
             let ended = forks.ended.load(SeqCst);
             assert!(ended != 0 || !slept || forks.sleeping.load(SeqCst) == 0);
-            let began = forks.begins();
-            assert!(began >= ended + GAP);
-            forks.ends(began);
+            assert_eq!(forks.gap(ended), if ended == 0 { 0 } else { GAP });
+            assert_eq!(forks.gap(ended + GAP), 0);
         });
         // Nobody has waited for that one.
         let ended = forks.ended.load(SeqCst);
-        let began = forks.begins();
+        let began = begins_at_once(&forks);
         forks.ends(began);
         assert_eq!(forks.ended.load(SeqCst), ended);
     }
 
     #[test]
-    fn a_connection_is_not_left_alone_for_longer_while_its_fork_waits_for_another_one() {
+    fn connections_are_left_alone_from_the_turn_of_the_fork_on_which_concerns_them_then() {
         let connections = [0x10_0000, 0x20_0000];
-        let mut places = connections.map(place);
-        places.sort_unstable();
-        let [quiet, busy] = places.map(|place| &FORKS[place]);
-        let mut began = stats::clock();
-        assert!(busy.takes(began, began, false));
+        let [one, other] = connections.map(Forks::of);
+        let before = LINE.waits();
+        let is_over = AtomicU32::new(0);
         thread::scope(|scope| {
             let forker = scope.spawn(|| {
-                begins(|mark| connections.into_iter().for_each(mark), || ());
+                let concerned = |mark: &mut dyn FnMut(usize)| {
+                    // Unless that turn was passed over.
+                    assert!(is_over.load(SeqCst) == 1 || LINE.turn.load(SeqCst) > before);
+                    connections.into_iter().for_each(mark);
+                };
+                begins(concerned, || assert!(one.may_be_under_way() && other.may_be_under_way()));
                 ends();
             });
-            while !quiet.may_be_under_way() {
+            while LINE.next.load(SeqCst) <= before + 1 && !forker.is_finished() {
                 thread::yield_now();
             }
-            let until = stats::clock() + 4 * MOST;
-            while quiet.is_under_way(stats::clock()) && stats::clock() < until {
-                let now = stats::clock();
-                assert!(busy.moves(began, now) && !forker.is_finished());
-                began = now;
-                thread::sleep(LOOK);
-            }
-            assert!(stats::clock() < until && quiet.may_be_under_way());
-            // Another thread takes the place, and is then waited for.
-            let other = stats::clock();
-            assert!(quiet.takes(other, other, true));
-            busy.ends(began);
-            while stats::clock() < other + MOST {
-                assert!(!forker.is_finished() || stats::clock() >= other + QUEUE);
-                thread::sleep(LOOK);
-            }
-            quiet.ends(other);
+            is_over.store(1, SeqCst);
+            LINE.passes(before);
+            forker.join().unwrap();
         });
-        assert!(!quiet.may_be_under_way() && !busy.may_be_under_way());
-    }
-
-    #[test]
-    fn what_concerns_a_fork_only_by_the_end_of_its_wait_is_left_alone_too() {
-        let connections = [0x30_0000, 0x40_0000];
-        let [busy, late] = connections.map(Forks::of);
-        let (asked, mut has_seen) = (Cell::new(0), false);
-        let concerned = |mark: &mut dyn FnMut(usize)| {
-            asked.set(asked.get() + 1);
-            if asked.get() == 1 {
-                // A fork that never returns: it is waited for until QUEUE after its stamp.
-                let now = stats::clock();
-                assert!(busy.takes(now, now + 2 * QUEUE, false));
-            }
-            connections.iter().take(asked.get()).for_each(|it| mark(*it));
-        };
-        begins(concerned, || has_seen = late.may_be_under_way());
-        ends();
-        assert!(has_seen && asked.get() == 2);
-        assert!(!busy.may_be_under_way() && !late.may_be_under_way());
+        assert!(!one.may_be_under_way() && !other.may_be_under_way());
     }
 
     #[test]
     fn a_thread_that_forks_waits_for_no_other_and_knows_the_first_from_those_inside() {
         let forks = Forks::new();
-        let _began = forks.begins();
+        begins_at_once(&forks);
         assert!(forks.concerns_us());
         assert!(enter());
         assert!(!forks.concerns_us());
@@ -464,5 +537,16 @@ mod tests {
         assert!(!leave());
         assert!(leave());
         assert!(forks.concerns_us() || !forks.is_under_way(stats::clock()));
+    }
+
+    #[test]
+    fn a_fork_that_a_thread_has_left_without_its_end_holds_up_nobody() {
+        assert!(enter());
+        begins(|mark| mark(0x50_0000), || ());
+        let number = MARKS.get().number;
+        quit();
+        assert!(LINE.turn.load(SeqCst) > number && !is_inside(stats::clock()));
+        assert!(enter());
+        assert!(leave());
     }
 }

@@ -187,6 +187,14 @@ pub fn begins() {
     }
 }
 
+/// A routine has ended.
+#[inline]
+pub fn ends() {
+    if ROUTINES_FORK.load(Relaxed) {
+        fork::quit();
+    }
+}
+
 /// Whether the routine that the calling thread began last has forked.
 pub fn has_forked() -> bool {
     ROUTINES_FORK.load(Relaxed) && HAS_FORKED.get()

@@ -572,6 +572,7 @@ impl Transport {
 
     /// Ends the request on top of the stack. `returned`: its routine has returned, and libtirpc's verifier is still there.
     fn end_request(&self, returned: bool) {
+        threads::ends();
         if self.is_lost() {
             return;
         }

@@ -8,6 +8,8 @@
  * With "shared": the requests of several threads that share a CLIENT, put off together and answered in any order; and a server
  * that takes the transport out of its loop meanwhile.
  *
+ * With "crowd" and RPCRDMA_CREDITS=96: so many threads leave their replies to children at once, and others beside.
+ *
  * With "staying" and RPCRDMA_CREDITS=4: routines stay on when children have answered, for more requests than there are credits.
  *
  * With "beside": what has been put off is answered while another routine forks, with a lock that the program takes before a fork;
@@ -558,6 +560,28 @@ static void staying(void)
     printf("ok    routines may stay on when children have answered\n");
 }
 
+/* As many threads as calls that are under way, each of which forks; and some in no routine that fork too. */
+enum { CROWD = 96 };
+static void *asks_children(void *procedure)
+{
+    for (int i = 0; i < 4; i++)
+        REQUIRE(ask_number(first, PROG, *(u_int *)procedure) == CHILD);
+    return NULL;
+}
+static void crowd(void)
+{
+    u_int procedures[] = {CHILD, CHILD, CHILD, BY_CHILD};
+    pthread_t threads[CROWD], worker;
+    REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS);
+    for (int i = 0; i < ANSWERING; i++)
+        REQUIRE(pthread_create(&worker, NULL, answers_on, &by_child) == 0);
+    for (int i = 0; i < CROWD; i++)
+        REQUIRE(pthread_create(&threads[i], NULL, asks_children, &procedures[i % 4]) == 0);
+    for (int i = 0; i < CROWD; i++)
+        REQUIRE(pthread_join(threads[i], NULL) == 0);
+    printf("ok    children answer that many threads have forked at once\n");
+}
+
 /* What was put off is a call that nobody waits for. */
 static void unseen(SVCXPRT *listener)
 {
@@ -674,7 +698,11 @@ int main(int argc, char **argv)
     sem_init(&by_child.has_some, 0, 0);
     sem_init(&may_answer, 0, 0);
     sem_init(&may_return, 0, 0);
-    service_threads = argc > 1 && strcmp(argv[1], "staying") == 0 ? STAYING : 0;
+    void (*with_threads)(void) = NULL;
+    if (argc > 1 && strcmp(argv[1], "staying") == 0)
+        with_threads = staying, service_threads = STAYING;
+    else if (argc > 1 && strcmp(argv[1], "crowd") == 0)
+        with_threads = crowd, service_threads = CROWD;
     REQUIRE(pthread_atfork(takes_lock, gives_lock, gives_lock) == 0 && pthread_atfork(NULL, forks_once, NULL) == 0);
     REQUIRE(pthread_create(&loop, NULL, run, NULL) == 0);
     first = connected(), second = connected();
@@ -689,8 +717,8 @@ int main(int argc, char **argv)
         REQUIRE(pthread_join(loop, NULL) == 0);
         return 0;
     }
-    if (service_threads > 0) {
-        staying();
+    if (with_threads != NULL) {
+        with_threads();
         clnt_destroy(first), clnt_destroy(second);
         svc_exit();
         REQUIRE(pthread_join(loop, NULL) == 0);

@@ -19,6 +19,7 @@ report iwarp env RPCRDMA_PROVIDER=iwarp RPCRDMA_POLL=0 ./late pulled
 for provider in local iwarp; do
     report "$provider" env RPCRDMA_PROVIDER=$provider ./handler
     report "$provider" env RPCRDMA_PROVIDER=$provider RPCRDMA_CREDITS=4 ./late staying
+    report "$provider" env RPCRDMA_PROVIDER=$provider RPCRDMA_CREDITS=96 ./late crowd
     for way in shared beside 'beside children'; do
         # shellcheck disable=SC2086
         report "$provider" env RPCRDMA_PROVIDER=$provider ./late $way

@@ -38,7 +38,7 @@ DOCDIR ?= $(PREFIX)/share/doc/rpcrdma
 BASHCOMPDIR ?= $(PREFIX)/share/bash-completion/completions
 ZSHCOMPDIR ?= $(PREFIX)/share/zsh/site-functions
 FISHCOMPDIR ?= $(PREFIX)/share/fish/vendor_completions.d
-# Where the library looks, whatever PREFIX is.
+# Where the library looks for its files, whatever PREFIX is.
 SYSCONFDIR ?= /etc
 # Rust from rustup, or Debian's cargo-web and rustc-web.
 ifndef CARGO
@@ -49,8 +49,8 @@ CARGOFLAGS ?= --locked
 ifneq ($(wildcard vendor),)
 VENDORED := --offline --config packaging/vendor.toml
 endif
-# What is installed names no folder of the machine that built it. RUSTFLAGS would take the place of what a config.toml says,
-# and so it is extended only where it is set.
+# What is installed names no folder of the machine that built it. RUSTFLAGS would override what a config.toml says, so it is
+# extended only if it is set.
 CRATES := $(or $(CARGO_HOME),$(HOME)/.cargo)/registry/src
 comma := ,
 quoted = '$(subst ','\'',$(1))'
@@ -64,7 +64,7 @@ as_installed = $(CARGO) $(1) $(CARGOFLAGS) $(FEATURES) $(VENDORED) --config \
         "--remap-path-prefix=$(CRATES)=crates"$(if $(standard),$(comma) "$(standard)")])
 endif
 release = $(call as_installed,build)
-# Without the headers for adapters the library goes without adapters.
+# If the headers for adapters are missing, the library is built without adapters.
 FEATURES := $(if $(findstring -features,$(CARGOFLAGS)),,$(shell bash tests/packages.sh features))
 CC ?= cc
 INSTALL ?= install
@@ -73,20 +73,20 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 SOURCES := Cargo.toml Cargo.lock $(shell find src -name '*.rs')
 LIBRARY := build/librpcrdma.so.0
-# Every test that is a script; the ones named here are parts of others.
+# Every test that is a script; the scripts named here are parts of others.
 SCRIPTS := $(filter-out tests/defaults.sh tests/lib.sh tests/ns.sh tests/packages.sh tests/planted.sh,$(sort $(wildcard tests/*.sh)))
-# The longest ones begin.
+# The longest ones come first.
 LONGEST := tests/workers.sh tests/demo.sh tests/back.sh tests/exceptions.sh tests/loop.sh
 SCRIPTS := $(foreach one,$(LONGEST),$(filter $(one),$(SCRIPTS))) $(filter-out $(LONGEST),$(SCRIPTS))
-# What a guest with a kernel of its own is for; the others there are its parts.
-# The soak is not among them: `make soak DEVICE=rxe`. The kernel's siw does not live through it.
+# The tests that need a guest with a kernel of its own; the other scripts there are parts of the guest.
+# The soak is not among them: `make soak DEVICE=rxe`. The kernel's siw does not survive it.
 VM_SCRIPTS := $(filter-out tests/vm/guest.sh tests/vm/setup.sh tests/vm/vm.sh tests/vm/soak.sh,$(sort $(wildcard tests/vm/*.sh)))
 LONG := $(filter-out tests/long/fresh.sh tests/long/minimal.sh,$(sort $(wildcard tests/long/*.sh)))
 
 all: $(LIBRARY) build/librpcrdma.so build/rpcrdma-run build/rpcrdma
 
-# How the library is built, and of what: where this has changed, what is there is stale, whatever its time says.
-# `make install` installs what was built, and need not be told the flags again.
+# How the library is built, and from what: if this has changed, what is there is stale, whatever its timestamp says.
+# `make install` installs what was built, and need not be given the flags again.
 BUILT_WITH := $(CARGO) $(CARGOFLAGS) $(FEATURES) RUSTFLAGS=$(RUSTFLAGS) $(TARGET); $(CC) $(CFLAGS) $(LDFLAGS); $(sort $(SOURCES))
 ifneq ($(filter-out install uninstall help deb rpm,$(or $(MAKECMDGOALS),all)),)
 ifneq ($(strip $(BUILT_WITH)),$(strip $(if $(wildcard build/flags),$(file <build/flags))))
@@ -97,16 +97,16 @@ build/flags:
 	@mkdir -p build
 	@printf '%s\n' $(call quoted,$(BUILT_WITH)) >$@
 
-# A copy: cargo replaces its own whenever it is called, with whatever flags.
+# A copy: cargo replaces its own library whenever it is called, with whatever flags.
 build/librpcrdma.a: $(SOURCES) build/flags
 	@bash tests/packages.sh build
 	$(release) --release --lib
 	@cp $(TARGET)/release/librpcrdma.a $@
 
-# --whole-archive: nothing refers to the exported functions but the version script; --gc-sections takes out the rest.
+# --whole-archive: only the version script refers to the exported functions; --gc-sections removes the rest.
 # Without -ltirpc, which is looked up when it is needed (src/tirpc/library.rs); on x86-64 nothing refers to -lgcc_s either
 # (src/unwind.rs). So a program that makes no RPC loads nothing but this library.
-# -z nodelete: libtirpc keeps pointers to our operations. -z defs: what is missing fails here and not in a program.
+# -z nodelete: libtirpc keeps pointers to our operations. -z defs: a missing symbol is an error here, not in a program.
 $(LIBRARY): build/librpcrdma.a src/exports.map
 	$(CC) -shared -o $@ -Wl,-soname,librpcrdma.so.0 \
 	    -Wl,--whole-archive $< -Wl,--no-whole-archive \
@@ -117,7 +117,7 @@ $(LIBRARY): build/librpcrdma.a src/exports.map
 build/librpcrdma.so: $(LIBRARY)
 	ln -sf librpcrdma.so.0 $@
 
-# It knows where the library is installed, so it is compiled for each place.
+# rpcrdma-run knows where the library is installed, so it is compiled for each place.
 compile_run = $(CC) -O2 -Wall -Wextra $(CPPFLAGS) $(CFLAGS) -D_GNU_SOURCE -DLIBDIR='"$(LIBDIR)"' -o $(1) rpcrdma-run.c $(LDFLAGS) -ldl
 
 build/rpcrdma-run: rpcrdma-run.c build/flags
@@ -133,7 +133,7 @@ places = DESTDIR='$(DESTDIR)' LIBDIR='$(LIBDIR)' INCLUDEDIR='$(INCLUDEDIR)' BIND
     DOCDIR='$(DOCDIR)' SYSCONFDIR='$(SYSCONFDIR)' BASHCOMPDIR='$(BASHCOMPDIR)' ZSHCOMPDIR='$(ZSHCOMPDIR)' \
     FISHCOMPDIR='$(FISHCOMPDIR)' INSTALL='$(INSTALL)'
 
-# What is made for its place is made aside: whoever installs may be another one than who builds.
+# What depends on the place is made in a temporary folder: the user who installs need not be the one who builds.
 install: all
 	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
 	$(call compile_run,"$$made/rpcrdma-run") && \
@@ -150,7 +150,7 @@ deb rpm:
 help:
 	@sed -n '/^# make /!{/^#  /!q};s/^# //p' $(firstword $(MAKEFILE_LIST))
 
-# In a make of its own, which finds what has just been installed.
+# In a separate make, which finds what has just been installed.
 demo:
 	@bash tests/packages.sh demo
 	@$(MAKE) --no-print-directory demo-here
@@ -167,8 +167,8 @@ nfs41: all
 check:
 	@bash tests/packages.sh check
 	@$(MAKE) --no-print-directory check-here
-# Two things at a time: most of them wait for something. valgrind and the other C tests take as long as what cargo does. An
-# ordinary user's tests have the same ports, and go one after the other.
+# Two at a time: most tests wait for something. valgrind and the other C tests take as long as what cargo does. An ordinary
+# user's tests use the same ports, and run one after the other.
 check-here: all nfs3 nfs41
 	@$(MAKE) --no-print-directory -j$(if $(filter 0,$(shell id -u)),2,1) check-c-all check-beside $(addprefix script/,$(SCRIPTS))
 
@@ -178,13 +178,13 @@ check-beside:
 check-c-all:
 	@$(MAKE) --no-print-directory IN_ORDER=yes check-exports check-valgrind check-c
 
-# A script, whose output does not mix with another's. A make in it is one of its own.
+# A script, whose output does not mix with another's. A make inside it is independent of this one.
 script/%: all nfs3 nfs41
 	@log=$$(mktemp) && trap 'rm -f "$$log"' EXIT; \
 	env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL bash $* >"$$log" 2>&1 </dev/null; status=$$?; \
 	echo "== $*"; cat "$$log"; exit $$status
 
-# The tests of cargo need the library: bad_peers preloads it.
+# The cargo tests need the library: bad_peers preloads it.
 check-source: all
 	@if $(CARGO) fmt --version >/dev/null 2>&1; then echo "$(CARGO) fmt --check"; $(CARGO) fmt --all --check; \
 	    else echo "skip  rustfmt (not installed)"; fi
@@ -205,8 +205,8 @@ check-rust: all
 	+bash tests/defaults.sh $(call as_installed,test) --profile tool -p rpcrdma-tools
 	+bash tests/defaults.sh $(CARGO) test $(FUZZ)
 
-# What fuzzing has found and reached, once more, with the compiler that is there: without libFuzzer and sanitizer. A folder of
-# its own: the library has another feature there.
+# Replays what fuzzing has found and reached with the installed compiler, without libFuzzer and sanitizers. It has a folder of
+# its own: the library is built with another feature there.
 FUZZ = --manifest-path fuzz/Cargo.toml --no-default-features $(if $(FEATURES),,--features verbs) --locked \
     --target-dir $(TARGET)/fuzz
 
@@ -222,7 +222,7 @@ check-c: all
 check-c-long: all
 	bash c-tests/check.sh local-threads local-asan local-valgrind helgrind
 
-# Builds of their own, by an unstable switch of rustc.
+# Separate builds, with an unstable switch of rustc.
 check-sanitizers:
 	bash c-tests/sanitized.sh address
 	bash c-tests/sanitized.sh thread
@@ -233,18 +233,18 @@ check-valgrind: all
 check-bad-peers: all
 	BAD_PEERS=full $(CARGO) test $(CARGOFLAGS) $(FEATURES) --test bad_peers
 
-# A build of its own: other locks, and no adapters. `make check` looks only whether it compiles.
+# A separate build: other locks, and no adapters. `make check` only checks that it compiles.
 schedules = RUSTFLAGS="--cfg shuttle"
 in_schedules = $(filter-out --no-default-features,$(CARGOFLAGS)) --no-default-features --target-dir $(TARGET)/schedules --lib
 check-schedules:
 	$(schedules) $(CARGO) test $(in_schedules) schedules
 
-# A seed is replayed step by step; one that fails is named.
+# A given seed is replayed step by step; a seed that fails is named.
 simulate:
 	SIMULATE_CALLS=$(CALLS) SIMULATE_SEED=$(SEED) $(CARGO) test $(CARGOFLAGS) $(FEATURES) --release --lib -- \
 	    --ignored --exact --nocapture connection::tests::simulation::as_many_calls_as_are_told
 
-# Defects that are planted on purpose, each of which has to be found.
+# Plants defects on purpose, each of which has to be found.
 check-planted:
 	bash tests/planted.sh
 

@@ -1,8 +1,8 @@
 /* rpcrdma-run COMMAND [ARGUMENT...]: runs COMMAND with librpcrdma, or says why that cannot be.
  *
- * The loader passes over a preload that it cannot have, and the library moves nobody while it does not understand its
- * settings: the program would run, over tcp, and nobody would know. So all that can be known before is looked at here.
- * What a right setting is only the library knows, and it is asked: the very one that the program will get. */
+ * The loader ignores a preload that it cannot load, and the library moves no program while it does not understand its
+ * settings: the program would run over tcp, and nobody would know. So everything that can be known beforehand is checked
+ * here. Only the library knows which settings are right, so it is asked: the very one that the program will get. */
 #include <dlfcn.h>
 #include <elf.h>
 #include <errno.h>
@@ -23,7 +23,7 @@
 #define NAME "librpcrdma.so.0"
 /* LIBDIR, where the library is installed, comes from the Makefile. */
 
-/* As env(1): what fails before the command, a command that cannot be run so, and one that there is not. */
+/* As for env(1): a failure before the command, a command that cannot be run like this, and one that does not exist. */
 enum { FAILED = 125, NOT_RUN = 126, NOT_FOUND = 127 };
 
 __attribute__((noreturn, format(printf, 2, 3))) static void fail(int status, const char *text, ...)
@@ -61,7 +61,7 @@ __attribute__((format(printf, 1, 2))) static char *text_of(const char *format, .
 /* ---------------------------------------------------------------------------------------------- the library */
 
 /* The one that RPCRDMA_LIB names; the one beside this program, where both were built; the one that was installed. The
- * first that is there is meant, also if it turns out to be of no use. */
+ * first that exists is used, even if it turns out to be unusable. */
 static char *find_library(void)
 {
     const char *named = getenv("RPCRDMA_LIB");
@@ -156,7 +156,7 @@ static bool read_header(int fd, Elf64_Ehdr *header)
            memcmp(header->e_ident, ELFMAG, SELFMAG) == 0;
 }
 
-/* Whether the file asks for a loader. What cannot be read to the end is left to the kernel to judge. */
+/* Whether the file asks for a loader. A file that cannot be read to the end is left to the kernel to judge. */
 static bool has_loader(int fd, const Elf64_Ehdr *header)
 {
     bool wide = header->e_ident[EI_CLASS] == ELFCLASS64;
@@ -171,7 +171,7 @@ static bool has_loader(int fd, const Elf64_Ehdr *header)
     return false;
 }
 
-/* Refuses a program into which the loader would put no library, in silence. */
+/* Refuses a program into which the loader would silently put no library. */
 static void check_command(const char *file, const char *library)
 {
     struct stat found;
@@ -181,7 +181,7 @@ static void check_command(const char *file, const char *library)
     Elf64_Ehdr header = {0}, ours = {0};
     int fd = open(file, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     bool elf = fd >= 0 && read_header(fd, &header);
-    /* A script gets no rights, and its interpreter gets the library. A file that may only be executed is no script. */
+    /* A script gains no rights, and its interpreter gets the library. A file that may only be executed is not a script. */
     if (fd >= 0 && !elf) {
         close(fd);
         return;
@@ -209,7 +209,7 @@ static void check_command(const char *file, const char *library)
         fail(NOT_RUN, "%s is a program for another processor or word size than %s", file, library);
     if (library_fd >= 0)
         close(library_fd);
-    /* The loader itself, started as a program, asks for none, and takes a preload. */
+    /* The loader itself, started as a program, asks for no loader, and takes a preload. */
     const char *slash = strrchr(file, '/');
     bool loader = strncmp(slash ? slash + 1 : file, "ld-linux", 8) == 0 || strcmp(slash ? slash + 1 : file, "ld.so") == 0;
     if (!loader && !has_loader(fd, &header))
@@ -242,7 +242,7 @@ int main(int argc, char **argv)
     }
 
     char *library = find_library();
-    /* A word to this program, not a setting of the library. */
+    /* For this program only: not a setting of the library. */
     unsetenv("RPCRDMA_LIB");
     void *handle = load(library);
     if (only_version) {

@@ -2,8 +2,9 @@
  *
  *   bench server NETID                                        prints "READY port"
  *   bench client NETID PORT OP SIZE THREADS shared|own|processes SECONDS
- *       prints calls per second; the median and the 99th percentile of a call's time; and the processor time of both ends
- *       per call; the 10th and 90th percentiles, and the 99.9th: all in microseconds. THREADS use one CLIENT, or have one each, in this process or in one each.
+ *       prints calls per second; then, in microseconds, the median and the 99th percentile of a call's time, the processor
+ *       time of both ends per call, and the 10th, 90th and 99.9th percentiles. THREADS share one CLIENT, or have one each,
+ *       in this process or each in a process of its own.
  *   bench calls NETID PORT OP SIZE COUNT                      makes COUNT calls on one thread
  *   bench counters NETID PORT OP SIZE COUNT                   the same; prints the library's counters per call
  *   bench fair NETID PORT THREADS shared|own COUNT            COUNT null calls of one CLIENT, while THREADS keep the server
@@ -12,8 +13,8 @@
  * OP is null, write (SIZE bytes to the server) or read; sleep or compute (SIZE microseconds at the server); or store, a write
  * whose routine waits a millisecond for a disk. The server takes a write's data as rpcgen's code would, in memory allocated
  * for the call, and answers a read from one buffer; the client reads into one buffer. With IN_PLACE in its environment the
- * server asks the library where a write's data lies, and with THREADS so many threads serve. ADDRESS there is the server's,
- * 127.0.0.1 if it is not. */
+ * server asks the library where a write's data lies, and with THREADS it serves with that many threads. ADDRESS in the
+ * environment is the server's, by default 127.0.0.1. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -70,7 +71,7 @@ static double now(clockid_t clock)
 }
 
 /* The counters of struct rpcrdma_stats that the benchmark shows, if the library is preloaded; what copies.c counts, if
- * that is; and the processor time of the process in nanoseconds. */
+ * copies.c is preloaded; and the processor time of the process in nanoseconds. */
 enum { COPIED, READ_AHEAD, REGISTRATIONS, SENDS, SYSCALLS, PULLED, PUSHED, MEMCPY, SHOWN, CPU = SHOWN, COUNTERS_END };
 
 static bool_t xdr_counters(XDR *xdrs, u_quad_t *counters)
@@ -192,7 +193,7 @@ static unsigned port;
 static rpcproc_t procedure;
 static u_int size;
 
-/* How often calls took how long: 32 steps from each power of two nanoseconds to the next. */
+/* How many calls took how long: 32 steps from each power of two nanoseconds to the next. */
 enum { STEPS = 32, TIMES = 40 * STEPS };
 
 static unsigned step_of(double seconds)
@@ -246,12 +247,12 @@ static void call(CLIENT *client, char *buffer)
         status = clnt_call(client, procedure, (xdrproc_t)xdr_data, (caddr_t)&data, (xdrproc_t)xdr_u_int, (caddr_t)&answer,
                            timeout);
     } else {
-        /* How long the buffer is; libtirpc does not look at it, librpcrdma does where a binding names the data. */
+        /* The length of the buffer: libtirpc ignores it, librpcrdma uses it where a binding names the data. */
         data.length = LARGEST;
         status = clnt_call(client, READ, (xdrproc_t)xdr_u_int, (caddr_t)&size, (xdrproc_t)xdr_data, (caddr_t)&data,
                            timeout);
         answer = data.length;
-        /* The first and the last byte, so that nothing that did not arrive counts. */
+        /* Checks the first and the last byte, so that data that did not arrive does not count. */
         if (status == RPC_SUCCESS && (buffer[0] != 0 || buffer[size - 1] != (char)((size - 1) * 7)))
             errx(1, "wrong data");
         buffer[0] = buffer[size - 1] = 'x';
@@ -412,7 +413,7 @@ static int fairness(unsigned threads, bool shared, unsigned long calls)
     for (unsigned i = 0; i < threads; i++)
         if (pthread_create(&busy[i], NULL, keep_busy, shared ? one : connect_to_server()) != 0)
             errx(1, "pthread_create");
-    /* From here on each of them has a call under way, but for a moment. */
+    /* From here on each of the threads nearly always has a call under way. */
     pthread_barrier_wait(&all->start);
     double began = now(CLOCK_MONOTONIC);
     for (unsigned long i = 0; i < calls; i++)

@@ -1,7 +1,7 @@
-/* copies.c: preloaded, counts the bytes that memcpy and memmove move in a process, whoever calls them across a library's
- * border: libtirpc, librpcrdma, the program. What glibc does inside itself does not come here. A process that is sent
- * SIGUSR1, and one that ends, writes the number into the file that COPIES names, and behind it librpcrdma's own count
- * of the payload bytes that it copied. */
+/* copies.c: preloaded, counts the bytes that memcpy and memmove move in a process, whoever calls them across a library
+ * boundary: libtirpc, librpcrdma, the program. What glibc does internally is not counted. A process that receives
+ * SIGUSR1, or that ends, writes the number into the file that COPIES names, followed by librpcrdma's own count of the
+ * payload bytes that it copied. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -24,7 +24,7 @@ static void count(size_t bytes)
     atomic_fetch_add_explicit(&copied, bytes, memory_order_relaxed);
 }
 
-/* No call of memcpy hides in a string instruction. */
+/* A string instruction, so that the compiler makes no call of memcpy of it. */
 static void forwards(char *to, const char *from, size_t bytes)
 {
     __asm__ volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes) : : "memory");

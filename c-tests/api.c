@@ -1,5 +1,5 @@
-/* api.c: the library's own C API, linked with -lrpcrdma. Needs no rpcbind and no root: a server in a child process, on
- * a port of the system's choice. Run by tests/api.sh, which checks what is printed to standard error, too: nothing. */
+/* api.c: the library's own C API, linked with -lrpcrdma. Needs no rpcbind and no root: the server is a child process, on
+ * a port of the system's choice. Run by tests/api.sh, which also checks that nothing is printed to standard error. */
 #include <rpcrdma.h>
 
 #include <arpa/inet.h>
@@ -28,7 +28,7 @@
 
 static const struct timeval patient = {.tv_sec = 25};
 
-/* Both ends speak Version Two, by RPCRDMA_VERSION=auto. */
+/* Both ends speak Version Two, because of RPCRDMA_VERSION=auto. */
 static bool version_two;
 
 struct blob {
@@ -41,8 +41,8 @@ static bool_t xdr_blob(XDR *xdrs, struct blob *blob)
     return xdr_bytes(xdrs, &blob->bytes, &blob->length, 1 << 20);
 }
 
-/* Procedure 1 says on which netid it was called, procedure 2 sends as many bytes as were asked for, procedure 3 says
- * how many have come. */
+/* Procedure 1 returns the netid that it was called on, procedure 2 as many bytes as were asked for, procedure 3 how many
+ * bytes have come. */
 static void dispatch(struct svc_req *request, SVCXPRT *xprt)
 {
     switch (request->rq_proc) {
@@ -178,7 +178,7 @@ static void client_and_server(int family, const char *netid)
         printf("skip  %s (this machine has no such addresses)\n", netid);
         return;
     }
-    /* Listening before the fork, so that no client comes too early; the other way is tested by RPC_ANYFD. */
+    /* Listens before the fork, so that no client comes too early; the other order is tested with RPC_ANYFD. */
     REQUIRE(listen(fd, 8) == 0);
     pid_t server = serve(fd);
 
@@ -200,7 +200,7 @@ static void client_and_server(int family, const char *netid)
     clnt_destroy(client);
     REQUIRE(write(own, "", 1) < 0);
 
-    /* A socket of the program, not connected: it stays the program's. */
+    /* An unconnected socket of the program: it stays the program's. */
     fd = socket(family, SOCK_STREAM, 0);
     client = clnt_rdma_create(fd, netbuf(&address), PROG, 1, 400, 400);
     REQUIRE(client != NULL);
@@ -243,7 +243,7 @@ static void listeners(void)
     puts("ok    svc_rdma_create makes a socket listen, and makes one");
 }
 
-/* One connection that the program has accepted itself, as a child of inetd has. */
+/* A single connection that was accepted outside of the library, as for a child of inetd. */
 static void accepted_connection(void)
 {
     struct address address;
@@ -289,7 +289,7 @@ static void controls(void)
     size_t most = 0;
     REQUIRE(clnt_control(client, CLGET_RDMA_MAXREPLY, (char *)&most) && most == 16 << 20);
     REQUIRE(!clnt_control(client, CLSET_RDMA_MAXREPLY, NULL));
-    /* As RPCRDMA_MAX_REPLY: what is more than that is refused, and changes nothing. */
+    /* The same limit as for RPCRDMA_MAX_REPLY: a larger value is refused, and changes nothing. */
     most = SIZE_MAX;
     REQUIRE(!clnt_control(client, CLSET_RDMA_MAXREPLY, (char *)&most));
     most = (1 << 30) + 1;
@@ -340,7 +340,7 @@ static void statistics(void)
     REQUIRE(after.bytes_inline > before.bytes_inline && after.sends > before.sends);
     clnt_destroy(client);
     stop(server);
-    /* A program that was compiled when there were two counters only. */
+    /* A program that was compiled when there were only two counters. */
     struct rpcrdma_stats untouched = after;
     uint64_t two[3] = {0, 0, 77};
     REQUIRE(rpcrdma_stats_get((struct rpcrdma_stats *)two, 16));
@@ -373,7 +373,7 @@ static void misuse(void)
     require_failure("no internet address");
     REQUIRE(clnt_rdma_create(RPC_ANYFD, netbuf(&address), 100000, 4, 0, 0) == NULL);
     require_failure("rpcbind is served over tcp");
-    /* A socket of another family than the address. */
+    /* A socket whose family is not that of the address. */
     int six = socket(AF_INET6, SOCK_STREAM, 0);
     if (six >= 0)
         REQUIRE(clnt_rdma_create(six, netbuf(&address), PROG, 1, 0, 0) == NULL);
@@ -388,7 +388,7 @@ static void misuse(void)
 
 #define BACK 0x20000067
 
-/* The server does with its reverse CLIENT as it is told: */
+/* What the server is told to do with its reverse CLIENT: */
 enum {
     ORDER_CALL = 10, /* makes one, calls back inside the dispatch routine, and says what came of it */
     ORDER_LAST,      /* says what came of the last one */
@@ -515,7 +515,7 @@ static void require_credits(CLIENT *client, u_int set, u_int get, u_int first)
 
 static void nothing(struct svc_req *request, SVCXPRT *xprt) { (void)request, (void)xprt; }
 
-/* At the server, inside a dispatch routine; `forward` is a CLIENT that this process has made. */
+/* At the server, inside a dispatch routine; `forward` is a CLIENT that this process has created. */
 static void server_misuse(CLIENT *forward, SVCXPRT *xprt, SVCXPRT *listener)
 {
     struct stock stock = stock_handles();
@@ -628,9 +628,9 @@ static struct outcome join_workers(void)
     return sum;
 }
 
-/* What goes both ways in ORDER_NEST. Where `xprt` is set, which is at the server, the xdrproc calls back between the words,
- * `depth` deep: each call back makes a call forward before it is answered. The innermost destroys the SVCXPRT, if that is
- * asked for. */
+/* The arguments and the results of ORDER_NEST. Where `xprt` is set, which is at the server, the xdrproc calls back between the
+ * words, nested `depth` deep: each call back makes a forward call before it is answered. The innermost one destroys the SVCXPRT
+ * if that is asked for. */
 struct nest {
     u_int depth, destroy, before, after;
     SVCXPRT *xprt;
@@ -668,7 +668,7 @@ static void nest(SVCXPRT *xprt)
     }
     nest.before++;
     nest.after++;
-    /* Not twice: what is destroyed makes no call back. */
+    /* Not again: a destroyed transport makes no call back. */
     if (nest.destroy)
         nest.xprt = NULL;
     svc_sendreply(xprt, (xdrproc_t)xdr_nest, (char *)&nest);
@@ -790,7 +790,7 @@ static void called_back(struct svc_req *request, SVCXPRT *xprt)
             REQUIRE(strcmp(who->aup_machname, "machine") == 0);
             result = who->aup_uid;
         }
-        /* What it comes on has been opened, not accepted. */
+        /* The call back comes on a connection that was opened here, not accepted. */
         REQUIRE(rpcrdma_clnt_reverse(xprt, BACK, 1) == NULL);
         require_failure("not that of an accepted connection");
         break;
@@ -806,7 +806,7 @@ static void called_back(struct svc_req *request, SVCXPRT *xprt)
     svc_freeargs(xprt, (xdrproc_t)xdr_blob, (char *)&blob);
 }
 
-/* The server and a plain one, for it to be a client of. */
+/* The server, and a plain one that it is itself a client of. */
 struct servers {
     struct address address, other;
     pid_t server, plain;
@@ -859,7 +859,7 @@ static void callback_misuse(void)
     REQUIRE(!clnt_control(stock.client, CLGET_RDMA_CONNECTIONS, (char *)&number));
     REQUIRE(!clnt_control(client, CLSET_RDMA_REVERSE_CHUNKS, NULL) && !clnt_control(client, CLGET_RDMA_CONNECTIONS, NULL));
     require_credits(client, CLSET_RDMA_CREDITS, CLGET_RDMA_CREDITS, 32);
-    /* What is set before a program is served counts from then on. */
+    /* What is set before a program is served takes effect when it is served. */
     number = 3;
     REQUIRE(clnt_control(client, CLSET_RDMA_REVERSE_CREDITS, (char *)&number));
     REQUIRE(clnt_control(client, CLGET_RDMA_REVERSE_CREDITS, (char *)&number) && number == 1);
@@ -885,7 +885,7 @@ static void callback_outcomes(void)
 {
     struct servers servers = servers_start();
     CLIENT *client = called = client_of(&servers);
-    /* A client that has never served anything; in Version Two it has said so. */
+    /* A client that has never served anything; in Version Two it has told its peer so. */
     REQUIRE(order(client, ORDER_CALL, plain_order).status == (version_two ? RPC_FAILED : RPC_PROGUNAVAIL));
     REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
     struct outcome outcome = order(client, ORDER_CALL, plain_order);
@@ -917,7 +917,7 @@ static void callback_outcomes(void)
     other.milliseconds = 100;
     REQUIRE(order(client, ORDER_CALL, other).status == RPC_TIMEDOUT);
 
-    /* A long one, over chunks; then the one end does not send it, then the other does not take it. */
+    /* A long callback, in chunks; then one end does not send it, then the other does not take it. */
     other = plain_order;
     other.procedure = BACK_LENGTH;
     other.length = 100000;
@@ -934,7 +934,7 @@ static void callback_outcomes(void)
     outcome = order(client, ORDER_CALL, other);
     REQUIRE(outcome.status == RPC_SUCCESS && outcome.result == other.length);
 
-    /* A connection has one credit before its first reply: the call that leads to the callback does not take it. */
+    /* A connection has one credit before its first reply: the call that leads to the callback must not use it up. */
     CLIENT *fresh = called = client_of(&servers);
     REQUIRE(rpcrdma_clnt_serve(fresh, BACK, 1, called_back));
     other = plain_order;
@@ -942,7 +942,7 @@ static void callback_outcomes(void)
     REQUIRE(order(fresh, ORDER_CALL, other).status == RPC_SUCCESS);
     clnt_destroy(fresh);
 
-    /* Not served any more, one after the other. */
+    /* The versions are no longer served, one after the other. */
     REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, NULL));
     outcome = order(client, ORDER_CALL, plain_order);
     REQUIRE(outcome.status == RPC_PROGVERSMISMATCH && outcome.low == 4 && outcome.high == 4);
@@ -969,7 +969,7 @@ static void callback_in_an_xdrproc(void)
     for (u_int depth = 0; depth < 6; depth++) {
         client = called = client_of(&servers);
         REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
-        /* Before its first answer a connection has one credit for calls back. */
+        /* Before its first reply a connection has one credit for calls back. */
         REQUIRE(order(client, ORDER_CALL, plain_order).status == RPC_SUCCESS);
         REQUIRE(nested(client, depth, TRUE));
         clnt_destroy(client);
@@ -981,7 +981,7 @@ static void callback_in_an_xdrproc(void)
     puts("ok    calls back: from an xdrproc of the server, which is entered again meanwhile, and loses its SVCXPRT");
 }
 
-/* A client that comes to its end, before it is called back or while it is. */
+/* A client that ends before or while it is called back. */
 static void callback_to_the_dead(void)
 {
     struct servers servers = servers_start();
@@ -1022,7 +1022,7 @@ static void loop_turn(void)
     svc_getreq_poll(polled, ready);
 }
 
-/* The service loop serves callbacks, and that of a forked child leaves them to the parent. */
+/* The service loop serves callbacks; the loop of a forked child leaves them to the parent. */
 static void callback_loops(void)
 {
     struct servers servers = servers_start();
@@ -1086,14 +1086,14 @@ static void callback_threads(void)
     puts("ok    calls back: in threads, which wait for a client to come back");
 }
 
-/* rule 140: the connection is kept for calls back, and made anew when it is lost. */
+/* rule 140: the connection is kept open for calls back, and re-established when it is lost. */
 static void callback_polls(void)
 {
     struct servers servers = servers_start();
     CLIENT *client = called = client_of(&servers), *second = client_of(&servers);
     REQUIRE(rpcrdma_clnt_serve(client, BACK, 1, called_back));
     order(client, ORDER_KEEP, plain_order);
-    /* The second connection's request has the server call back on the first. Not to be waited for: nobody would poll. */
+    /* The second connection's request makes the server call back on the first. It must not be waited for: nobody would poll. */
     struct order kept = plain_order;
     const struct timeval at_once = {0, 0};
     clnt_call(second, ORDER_KEPT, (xdrproc_t)xdr_order, (char *)&kept, (xdrproc_t)NULL, NULL, at_once);
@@ -1101,7 +1101,7 @@ static void callback_polls(void)
     REQUIRE(order(second, ORDER_LAST, plain_order).status == RPC_SUCCESS);
     REQUIRE(rpcrdma_clnt_poll(client, (struct timeval){0, 1000}) == 0);
 
-    /* From one connection to the other. */
+    /* The calls back move from one connection to the other. */
     CLIENT *again = client_of(&servers);
     REQUIRE(rpcrdma_clnt_serve(again, BACK, 1, called_back));
     order(again, ORDER_REBIND, plain_order);
@@ -1118,7 +1118,7 @@ static void callback_polls(void)
     time_t before = time(NULL);
     REQUIRE(rpcrdma_clnt_poll(again, patient) == 0);
     REQUIRE(connections(again) == 2 && time(NULL) - before < patient.tv_sec / 2);
-    /* What was set is set on the new connection. */
+    /* The settings hold on the new connection too. */
     REQUIRE(clnt_control(again, CLGET_RDMA_REVERSE_CREDITS, (char *)&credits) && credits == 9);
     REQUIRE(clnt_control(again, CLGET_RDMA_CREDITS, (char *)&calls) && calls == 8);
     struct order longer = plain_order;
@@ -1127,7 +1127,7 @@ static void callback_polls(void)
     REQUIRE(order(again, ORDER_CALL, longer).status != RPC_SUCCESS);
     REQUIRE(order(again, ORDER_CALL, plain_order).status == RPC_SUCCESS);
 
-    /* And nobody after that one. */
+    /* Nobody succeeds that server. */
     stop(servers.server);
     close(servers.fd);
     REQUIRE(rpcrdma_clnt_poll(again, (struct timeval){0, 100000}) == -1);
@@ -1178,7 +1178,7 @@ static void told(CLIENT *client, const struct rpcrdma_peer *peer, void *closure)
     require_netid(client, "rdma");
 }
 
-/* Exposures of our memory by a call with so many bytes, whose reply is short. */
+/* How often a call with `length` bytes, whose reply is short, exposes our memory. */
 static uint64_t registrations(CLIENT *client, u_int length)
 {
     struct blob blob = {calloc(1, length), length};
@@ -1206,7 +1206,7 @@ static void characteristics_misuse(CLIENT *client)
     REQUIRE(!rpcrdma_clnt_peer(client, NULL, sizeof peer));
     require_text(client, "invalid size");
     REQUIRE(memcmp(&peer, &untouched, sizeof peer) == 0);
-    /* Programs that are older and newer than the library. */
+    /* Programs older and newer than the library. */
     uint32_t two[3] = {77, 77, 77}, ten[10];
     memset(ten, 7, sizeof ten);
     REQUIRE(rpcrdma_clnt_peer(client, (struct rpcrdma_peer *)two, 8));
@@ -1267,7 +1267,7 @@ static void characteristics_asked(void)
     /* The answer to the offer may be there already. */
     struct rpcrdma_peer peer = peer_of(client);
     REQUIRE(peer.version == 2 || (peer.version == 0 && peer.extension == 0 && peer.receive_size == 1024));
-    /* Replies that need no Reply chunk, whatever RPCSEC_GSS would add to them. */
+    /* Replies so short that they need no Reply chunk, whatever RPCSEC_GSS would add to them. */
     size_t most = 100;
     u_int bytes = 8192;
     REQUIRE(clnt_control(client, CLSET_RDMA_MAXREPLY, (char *)&most));
@@ -1291,7 +1291,7 @@ static void characteristics_asked(void)
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_REMOTE_INVALIDATION, 1, patient) == RPCRDMA_DONE);
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_REMOTE_INVALIDATION, 0, patient) == RPCRDMA_REJECTED);
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_BACKWARD, RPCRDMA_BACKWARD_NONE, patient) == RPCRDMA_REJECTED);
-    /* Time that is over does not end a request, and another one has to wait for it: for a server that does nothing now. */
+    /* A request is still pending when its time is over, and another one has to wait for it: the server is stopped meanwhile. */
     REQUIRE(kill(servers.server, SIGSTOP) == 0 && waitpid(servers.server, NULL, WUNTRACED) == servers.server);
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 8192, (struct timeval){0}) == RPCRDMA_PENDING);
     REQUIRE(rpcrdma_clnt_request(client, RPCRDMA_RECEIVE_SIZE, 4096, patient) == -1);
@@ -1326,7 +1326,8 @@ static void characteristics_told(void)
     REQUIRE(news.count == 1 && news.peer.version == 2 && news.peer.receive_size == 8192);
     REQUIRE(order(client, ORDER_KEPT, plain_order).status == RPC_SUCCESS && news.count == 1);
 
-    /* Of its own accord. The calls that are made when it is told do not hide what came of the one before. */
+    /* The server changes it of its own accord. The calls that told() makes when that is reported do not hide the outcome of the
+     * call before. */
     REQUIRE(order_of_length(client, ORDER_RAISE, 1 << 20).result == FALSE);
     REQUIRE(order_of_length(client, ORDER_RAISE, 32768).result == TRUE);
     struct rpc_err error = {.re_status = RPC_PROCUNAVAIL};
@@ -1339,7 +1340,7 @@ static void characteristics_told(void)
         order(client, ORDER_LAST, plain_order);
     REQUIRE(news.count == 2 && news.peer.receive_size == 32768);
 
-    /* The client, by itself and asked. */
+    /* The client changes it, of its own accord and when asked. */
     u_int bytes = 2048;
     REQUIRE(!clnt_control(client, CLSET_RDMA_RECEIVE_SIZE, (char *)&bytes));
     require_text(client, "at least 4096");
@@ -1354,7 +1355,7 @@ static void characteristics_told(void)
     REQUIRE(outcome.low == 2 && outcome.high == 32768 && outcome.result == 16384 && own_receives(client) == 16384);
     REQUIRE(order_of_length(client, ORDER_ASK, 1 << 20).result == RPCRDMA_REJECTED);
 
-    /* On the next connection what was set is told again, and nobody is told any more. */
+    /* On the next connection the peer is told the settings again; the program is no longer told of updates. */
     REQUIRE(rpcrdma_clnt_on_update(client, NULL, NULL));
     stop(servers.server);
     servers.server = serve_back(servers.fd, &servers.other);
@@ -1373,7 +1374,7 @@ int main(int argc, char **argv)
     version_two = version != NULL && strcmp(version, "auto") == 0;
     /* A child that ends under valgrind would write the parent's lines a second time. */
     setvbuf(stdout, NULL, _IOLBF, 0);
-    /* A wrong setting: tests/api.sh set it. */
+    /* A wrong setting, made by tests/api.sh. */
     if (argc > 1 && strcmp(argv[1], "misconfigured") == 0) {
         struct address address = loopback(AF_INET);
         REQUIRE(clnt_rdma_create(RPC_ANYFD, netbuf(&address), PROG, 1, 0, 0) == NULL);
@@ -1383,7 +1384,7 @@ int main(int argc, char **argv)
         puts("ok    a wrong setting fails both constructors, and the text names it");
         return 0;
     }
-    /* With settings of tests/api.sh too. */
+    /* Also run with settings that tests/api.sh makes. */
     if (argc > 1 && strcmp(argv[1], "accepted") == 0) {
         accepted_connection();
         return 0;

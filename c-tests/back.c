@@ -1,13 +1,13 @@
-/* Calls back beside threads and loops: what ends and begins while a service loop serves.
+/* Calls back beside threads and loops: CLIENTs and services that begin and end while a service loop serves.
  *
  *   back            the tests, one after the other, each in a process of its own
  *   back NAME       one of them
  *   back svc_run|loop SECONDS [THREADS [SEED]]
- *                   that many threads (16) make CLIENTs, serve, call, are called back, end and destroy, beside
+ *                   THREADS threads (16) create CLIENTs, serve, call, are called back, end service and destroy, beside
  *                   svc_run() or a loop of this program's own
  *
- * Linked with the library. The server is a child: it calls back as often as a request says, either before it replies or,
- * from a thread, when it has replied: then nobody at the client waits for a reply, and its service loop serves. */
+ * Linked with the library. The server is a child. It calls back as often as a request says, either before it replies or,
+ * from a thread, after it has replied: then nobody at the client waits for a reply, and the client's service loop serves. */
 #define _GNU_SOURCE
 #include <err.h>
 #include <errno.h>
@@ -31,8 +31,8 @@
 #include <unistd.h>
 
 enum { PROG = 0x20004C50, BACK = 0x20004C51 };
-/* Procedures of the server; each takes the version and the number of calls back. QUIT and HOLD are LATER, and have the
- * server's thread leave its loop, or not come back to poll(2), until all were made. */
+/* Procedures of the server; each takes the version and the number of calls back. QUIT and HOLD do as LATER does, and make
+ * the server's thread leave its loop, or not return to poll(2), until all calls back have been made. */
 enum { NOW = 1, LATER, LEAVE, QUIT, HOLD };
 enum { TRIPLE = 1, EXIT };      /* procedures of what is called back */
 
@@ -49,7 +49,7 @@ struct job {
 static sem_t calls_over; /* of QUIT and HOLD */
 static int holds;
 
-/* How many went well. */
+/* Returns how many calls back succeeded. */
 static u_int call_back(struct job *job)
 {
     const struct timeval limit = {10, 0};
@@ -179,7 +179,7 @@ static int descriptor(CLIENT *client)
     return fd;
 }
 
-/* Has the server call back a version of the program so often. */
+/* Has the server call back a version of the program `calls` times. */
 static enum clnt_stat ask(CLIENT *client, u_int procedure, u_int version, u_int calls, u_int *went_well)
 {
     u_int pair[] = {version, calls}, well = 0;
@@ -245,13 +245,13 @@ static void await_count(int wanted)
 
 static CLIENT *first, *second;
 
-/* svc_run has the CLIENT's descriptor in its sleep, or what wakes it for the CLIENT. */
+/* While svc_run sleeps, it watches the CLIENT's descriptor, or the one that wakes it for the CLIENT. */
 static void end_beside_svc_run(int destroys)
 {
     first = on_descriptor(RPC_ANYFD), second = on_descriptor(RPC_ANYFD);
     REQUIRE(rpcrdma_clnt_serve(first, BACK, 1, count) && rpcrdma_clnt_serve(second, BACK, 1, count));
     start_loop();
-    /* It has been asleep, and woken. */
+    /* The loop has slept, and was woken. */
     REQUIRE(ask(first, LATER, 1, 1, NULL) == RPC_SUCCESS);
     await_count(1);
     if (destroys)
@@ -282,7 +282,7 @@ static void *end_first(void *unused)
     return NULL;
 }
 
-/* What ends while a routine runs waits for it: the descriptor is the connection's as long as it may be answered. */
+/* An end of service waits for a routine that runs: the descriptor stays the connection's as long as the routine may answer. */
 static void end_waits(void *(*end)(void *))
 {
     first = on_descriptor(RPC_ANYFD);
@@ -293,7 +293,7 @@ static void end_waits(void *(*end)(void *))
     REQUIRE(sem_wait(&begun) == 0);
     pthread_t thread;
     REQUIRE(pthread_create(&thread, NULL, end, NULL) == 0);
-    /* It cannot be seen that it never returns; 200 ms are enough to see that it does. */
+    /* No test can see that it never returns; 200 ms are enough to see that it does. */
     usleep(200000);
     REQUIRE(!returned && fcntl(fd, F_GETFD) >= 0);
     sem_post(&may_end);
@@ -325,8 +325,9 @@ static void answered_when_its_CLIENT_was_destroyed(void)
     REQUIRE(!svc_sendreply(put_off, (xdrproc_t)xdr_u_int, (char *)&number));
 }
 
-/* Destroyed by the very routine that answers on it: the answer goes nowhere, and no other file gets it. Not while the call
- * that has led to it is ending: the CLIENT would end with that one, and its descriptor be no other file's until then. */
+/* The very routine that answers on a CLIENT destroys it: the answer goes nowhere, and to no other file. Not while the call that
+ * led to the routine is ending: the CLIENT would only end with that call, and no other file could have its descriptor until
+ * then. */
 static int pair[2];
 static atomic_int sent = -1;
 static sem_t asked;
@@ -378,7 +379,7 @@ static void begun_while_svc_run_sleeps(void)
     }
 }
 
-/* In the place of libc's: svc_run() calls one of them. */
+/* These replace libc's: svc_run() calls one of them. */
 static _Thread_local int wait_fails;
 int epoll_wait(int set, struct epoll_event *events, int most, int milliseconds)
 {
@@ -398,7 +399,7 @@ int poll(struct pollfd *fds, nfds_t count, int milliseconds)
     return ppoll(fds, count, milliseconds < 0 ? NULL : &time, NULL);
 }
 
-/* One of two loops ends, for it cannot wait: the other one, which sleeps, goes on serving. */
+/* One of two loops ends because it cannot wait; the other one, which sleeps, goes on serving. */
 static void one_of_two_loops_fails(void)
 {
     REQUIRE(svc_rdma_create(RPC_ANYFD, 0, 0) != NULL);
@@ -406,7 +407,7 @@ static void one_of_two_loops_fails(void)
     first = on_descriptor(RPC_ANYFD);
     REQUIRE(rpcrdma_clnt_serve(first, BACK, 1, count) && ask(first, LATER, 1, 1, NULL) == RPC_SUCCESS);
     await_count(1);
-    /* Asleep again by then. */
+    /* The loop is asleep again by then. */
     usleep(100000);
     wait_fails = 1;
     svc_run();
@@ -417,7 +418,7 @@ static void one_of_two_loops_fails(void)
     }
 }
 
-/* A routine ends service on its connection and begins it on another: each goes on by itself. */
+/* A routine ends service on its connection and begins it on another one: each connection goes on by itself. */
 static void swap(struct svc_req *request, SVCXPRT *xprt)
 {
     if (counted == 0) {
@@ -447,7 +448,7 @@ static void swapped_in_a_routine(void)
     REQUIRE(processor_time() - before < 0.2);
 }
 
-/* Ended and begun anew by another thread, while a routine runs: TRUE means that it is served. */
+/* Another thread ends service and begins it anew while a routine runs: TRUE means that the program is served. */
 static void *end_and_begin(void *unused)
 {
     (void)unused;
@@ -474,7 +475,7 @@ static void ended_and_begun_while_a_routine_runs(void)
     REQUIRE(answered == 1);
 }
 
-/* In a routine: what waits for itself would wait for ever, and one at a time is served all the same. */
+/* Ends service and begins it anew inside a routine, which must not wait for itself; still only one routine runs at a time. */
 static atomic_int at_once;
 static void begin_anew(struct svc_req *request, SVCXPRT *xprt)
 {
@@ -510,7 +511,7 @@ static void end_the_other(CLIENT *other, struct svc_req *request, SVCXPRT *xprt)
         clnt_destroy(other);
     else
         REQUIRE(rpcrdma_clnt_serve(other, BACK, 1, NULL));
-    /* Both have ended the other's, and both still run: the descriptor is theirs. */
+    /* Each has ended the other's, and both still run: the descriptor is still theirs. */
     pthread_barrier_wait(&both_run);
     REQUIRE(fcntl(own, F_GETFD) >= 0);
     answer(request, xprt);
@@ -540,7 +541,7 @@ static void end_each_other(int destroy)
     start_loop();
     REQUIRE(ask(first, LATER, 1, 1, NULL) == RPC_SUCCESS);
     REQUIRE(sem_wait(&begun) == 0);
-    /* The loop is busy: what comes now is for the poll. */
+    /* The loop is busy, so what comes now is for rpcrdma_clnt_poll(). */
     REQUIRE(ask(second, LATER, 1, 1, NULL) == RPC_SUCCESS);
     REQUIRE(pthread_create(&thread, NULL, poll_second, NULL) == 0);
     REQUIRE(pthread_join(thread, NULL) == 0);
@@ -564,7 +565,7 @@ static void end_each_other(int destroy)
 static void two_routines_destroy_each_others_CLIENT(void) { end_each_other(1); }
 static void two_routines_end_each_others_service(void) { end_each_other(0); }
 
-/* A routine that runs inside a call, and destroys the CLIENT of the call: the call ends as it would, and the CLIENT then. */
+/* A routine that runs inside a call destroys the call's CLIENT: the call ends as it would otherwise, then the CLIENT does. */
 static void destroy_caller(struct svc_req *request, SVCXPRT *xprt)
 {
     clnt_destroy(first);
@@ -580,7 +581,7 @@ static void destroyed_inside_its_own_call(void)
     REQUIRE(fcntl(fd, F_GETFD) < 0 && errno == EBADF);
 }
 
-/* The server's loop does not read: each call back ends all the same, and not by its timeout of ten seconds. */
+/* The server's loop does not read: each call back ends all the same, and not only by its timeout of ten seconds. */
 static void loop_is_away(u_int how)
 {
     first = on_descriptor(RPC_ANYFD);
@@ -590,7 +591,7 @@ static void loop_is_away(u_int how)
         REQUIRE(rpcrdma_clnt_poll(first, patient) >= 0);
     REQUIRE(time(NULL) - begin < 9);
     if (how == HOLD)
-        /* It is back, and was told of what was read for it meanwhile. */
+        /* The loop is back, and was told what was read on its behalf meanwhile. */
         REQUIRE(ask(first, LATER, 1, 0, NULL) == RPC_SUCCESS);
 }
 static void the_server_has_left_its_loop(void) { loop_is_away(QUIT); }
@@ -632,7 +633,7 @@ static time_t until;
 static unsigned first_seed;
 static atomic_int over;
 
-/* The version says whose it is. */
+/* The version tells whose call it is. */
 static void routine(struct svc_req *request, SVCXPRT *xprt)
 {
     u_int version = request->rq_vers;
@@ -689,7 +690,7 @@ static void *worker(void *argument)
         clnt_destroy(client);
         REQUIRE(slots[version].runs == 0);
         slots[version].open = 0;
-        /* Likely of that number: nothing is to be found in it, and nothing taken out. */
+        /* Likely to have the same number: nothing may be written to this socket, and nothing read from it. */
         REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, own) == 0 && write(own[1], "mine", 4) == 4);
         if (choice & 2)
             usleep((unsigned)rand_r(&seed) % 500);
@@ -706,7 +707,7 @@ static void *own_loop(void *unused)
 {
     (void)unused;
     while (!over) {
-        /* Nothing is registered once the first CLIENT serves: nobody moves svc_pollfd. */
+        /* Nothing is registered after the first CLIENT serves, so nobody reallocates svc_pollfd. */
         turn(100);
     }
     return NULL;
@@ -736,8 +737,8 @@ static int all_at_once(int runs_svc_run, int seconds, int threads, int seed)
     for (int i = 0; i < threads; i++)
         REQUIRE(pthread_join(workers[i], NULL) == 0);
 #ifndef OPENS_FILES /* what this is compiled with */
-    /* svc_run() has a set of what it waits for, and what wakes it; and a clock with a set of its own once memory of messages is to
-     * be given back in time. */
+    /* svc_run() has an epoll set of what it waits for, and a descriptor that wakes it; and a timer with a set of its own once
+     * memory of messages is to be given back after a time. */
     int more = descriptors() - before;
     REQUIRE(runs_svc_run ? more == 2 || more == 4 : more == 0);
 #else

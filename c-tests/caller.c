@@ -1,4 +1,4 @@
-/* caller.c: makes calls and says how each of them ended. For servers that misbehave.
+/* caller.c: makes calls and prints how each of them ended. For servers that misbehave.
  *
  *   caller port milliseconds step ...
  *
@@ -7,10 +7,10 @@
  *   sink:n    sends n bytes and changes them as soon as the call has ended
  *   preset:n  asks for n bytes in a buffer of its own; check: after a failure nobody has changed that buffer since
  *   read:n    READ of NFS version 3 of n bytes   bell:port  makes a TCP connection to that port of 127.0.0.1
- *   memory:n  whether it had at most n kB resident so far
+ *   memory:n  tells whether this process never had more than n kB resident
  *
- * Connects to netid "rdma" on 127.0.0.1, or to NETID; each call may take so many milliseconds. Prints a line for each step: the
- * status, and what clnt_sperror says. Where no CLIENT can be made there is one line: the negative status, and what
+ * Connects to 127.0.0.1 over netid "rdma", or over NETID; `milliseconds` is how long each call may take. Prints a line for each
+ * step: the status, and what clnt_sperror says. If no CLIENT can be created there is one line: the negative status, and what
  * clnt_spcreateerror says. -1000 stands for a result that is not what it should be. */
 #define _GNU_SOURCE
 #include "suite.h"
@@ -26,7 +26,7 @@
 
 enum { WRONG_RESULT = -1000 };
 
-/* One line, without the newline that libtirpc ends its texts with. */
+/* Prints one line, without the newline at the end of libtirpc's texts. */
 static void report(int status, const char *text)
 {
     printf("%d %.*s\n", status, (int)strcspn(text, "\n"), text);
@@ -59,7 +59,7 @@ static int source(CLIENT *client, u_int length, struct timeval limit)
 
 static int sink(CLIENT *client, u_int length, struct timeval limit)
 {
-    /* Not freed: a late RDMA Read of it must find other bytes. */
+    /* Not freed: a late RDMA Read of this memory must find the changed bytes. */
     suite_blob sent = {length, malloc(length + 1)};
     suite_digest got;
     memset(sent.suite_blob_val, 0x5a, length);
@@ -71,7 +71,7 @@ static int sink(CLIENT *client, u_int length, struct timeval limit)
 
 static suite_blob buffer;
 
-/* Fills the buffer when the call has failed: whatever comes in between is no matter, but nothing may come later. */
+/* Fills the buffer when the call has failed: data that comes before that does not matter, but none may come later. */
 static int preset(CLIENT *client, u_int length, struct timeval limit)
 {
     buffer = (suite_blob){length, malloc(length + 1)};
@@ -137,7 +137,7 @@ static int bell(struct sockaddr_in address, u_int port)
     return 0;
 }
 
-/* Not getrusage(2), which counts what the program had before its exec. */
+/* Not getrusage(2), which also counts what the process had before its exec. */
 static int memory(u_long most)
 {
     char line[256];

@@ -58,7 +58,7 @@ static void payload_both_ways(long length)
     clnt_destroy(client);
 }
 
-/* Around every limit between inline and chunks there is a length that somebody gets wrong. */
+/* At every limit between inline and chunks there is a length that somebody gets wrong. */
 static void every_length_around_the_inline_threshold(long unused)
 {
     (void)unused;
@@ -72,7 +72,7 @@ static void every_length_around_the_inline_threshold(long unused)
     clnt_destroy(client);
 }
 
-/* The program gives the memory for the result beforehand. */
+/* The program provides the memory for the result. */
 static void result_into_the_callers_own_buffer(long unused)
 {
     (void)unused;
@@ -141,7 +141,7 @@ static void arrays_of_numbers(long unused)
     clnt_destroy(client);
 }
 
-/* rpcgen makes a plain `string` an xdr_wrapstring, which takes at most 9000 bytes. */
+/* rpcgen turns a plain `string` into xdr_wrapstring, which takes at most 9000 bytes. */
 static void strings(long unused)
 {
     (void)unused;
@@ -364,7 +364,7 @@ static void timeout_of_the_handle_wins(long unused)
     clnt_destroy(client);
 }
 
-/* The reply to a call that was given up must not be taken for that of the next. */
+/* The reply to a call that was given up must not be taken for that of the next call. */
 static void late_reply_is_skipped(long unused)
 {
     (void)unused;
@@ -384,7 +384,7 @@ static void late_reply_is_skipped(long unused)
     clnt_destroy(client);
 }
 
-/* More abandoned calls than any credit limit: the connection must not dry up. */
+/* More abandoned calls than any credit limit: the connection must not run out of credits. */
 static void many_abandoned_calls_do_not_exhaust_the_connection(long unused)
 {
     (void)unused;
@@ -404,7 +404,7 @@ static void late_reply_does_not_touch_the_callers_memory(long unused)
     struct server server = server_start("-c", "tli", NULL);
     CLIENT *first = client_of(&server), *blocker = client_of(&server);
     u_int one = 1, count = 1000000;
-    /* Batched: sent, and nobody waits for the answer. The server stands still until released. */
+    /* Batched: sent, and nobody waits for the answer. The server blocks until released. */
     REQUIRE(clnt_call(blocker, SUITE_BLOCK, (xdrproc_t)xdr_u_int, (caddr_t)&one, (xdrproc_t)xdr_void, NULL, at_once) ==
             RPC_TIMEDOUT);
     server_await_block(&server);
@@ -573,7 +573,7 @@ static void cancelled_thread_leaves_the_handle_usable(long unused)
     clnt_destroy(client);
 }
 
-/* A forked child that throws its copy away, or just exits, must not disturb the parent's connection. */
+/* A forked child that destroys its copy, or just exits, must not disturb the parent's connection. */
 static void child_that_destroys_its_copy_leaves_the_parent_alone(long unused)
 {
     (void)unused;
@@ -595,7 +595,7 @@ static void child_that_destroys_its_copy_leaves_the_parent_alone(long unused)
     clnt_destroy(client);
 }
 
-/* A CLIENT goes on in every process that has it: parent, child, parent, another child. */
+/* A CLIENT keeps working in every process that has it: parent, child, parent, another child. */
 static void client_is_used_by_parent_and_children(long together)
 {
     CLIENT *client = shared_client();
@@ -684,7 +684,7 @@ static void errors_that_the_server_reports(long unused)
     clnt_destroy(client);
 }
 
-/* xdrproc that refuses. */
+/* An xdrproc that refuses. */
 static bool_t xdr_refuses(XDR *xdrs, void *ignored)
 {
     (void)ignored;
@@ -826,7 +826,7 @@ static void *interrupt_when_blocked(void *argument)
     return NULL;
 }
 
-/* The handler itself lets the server answer: were signals blocked for the whole call, it would never end. */
+/* The handler itself lets the server answer. If signals were blocked for the whole call, the call would never end. */
 static void handler_runs_while_a_call_waits(long unused)
 {
     (void)unused;
@@ -864,7 +864,7 @@ static void call_on_signal(int number)
     errno = kept;
 }
 
-/* Nobody but the handler itself can receive its reply: the call that it interrupts waits for its end. */
+/* Only the handler itself can receive its reply: the call that it interrupts waits for its end. */
 static void handler_may_call_on_the_client_that_it_interrupts(long unused)
 {
     (void)unused;
@@ -946,7 +946,7 @@ static void auth_none_and_auth_sys(long unused)
     clnt_destroy(client);
 }
 
-/* An AUTH that says whatever it is told to. */
+/* An AUTH that sends whatever it is told to. */
 static char *credential;
 static size_t credential_length;
 static void odd_nextverf(AUTH *auth) { (void)auth; }
@@ -999,7 +999,7 @@ static void bad_credentials(long unused)
     clnt_destroy(client);
 }
 
-/* A credential longer than the 400 bytes of RFC 5531: no answer can be demanded, but the server must live. */
+/* A credential longer than the 400 bytes of RFC 5531: no answer is required, but the server must live. */
 static void credential_beyond_the_limit(long unused)
 {
     (void)unused;

@@ -31,7 +31,7 @@ leg() { # NAME COMMAND...
         grep -v '^ok' "$scratch/$name"
         echo "FAIL  C tests, $name"
     fi
-    # What was skipped is said, with its reason.
+    # Reports what was skipped, with the reason.
     grep '^skip' "$scratch/$name" | sed 's/.*(\(.*\))$/\1/' | sort | uniq -c | sed 's/^/      skipped:/'
 }
 
@@ -44,12 +44,12 @@ valgrind() { RPCRDMA_POLL=0 run "${1:-rdma}" valgrind; }
 local-threads() { THREADS=4 run local; }
 local-asan() { asan local; }
 local-valgrind() { valgrind local; }
-# Of both ends: threads of a program on a CLIENT of their own and on one that they share, and a server of four threads.
+# Both ends: threads of a program on CLIENTs of their own and on one that they share, and a server of four threads.
 helgrind() {
     RPCRDMA_POLL=0 THREADS=4 run rdma helgrind calls_of_two_threads_overlap several_clients_on_one_descriptor \
         auth_of_the_programs_own_sees_one_call_at_a_time descriptor_is_closed_when_anothers_call_has_ended
 }
-# lacks LEG: says what the leg needs and is not installed. clang's sanitizers are a package of their own.
+# lacks LEG: prints what the leg needs that is not installed. clang's sanitizers are a package of their own.
 lacks() {
     case $1 in
     *asan)

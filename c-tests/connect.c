@@ -1,4 +1,4 @@
-/* connect.c: every way in which libtirpc lets a program make a CLIENT or ask where a server is. */
+/* connect.c: every way in which libtirpc lets a program create a CLIENT or ask where a server is. */
 #define _GNU_SOURCE
 #include "harness.h"
 #include "where.h"
@@ -11,7 +11,7 @@
 
 #define host where()
 
-/* A CLIENT is good if it works, knows its netid and goes away again. */
+/* A CLIENT is good if it works, knows its netid and can be destroyed. */
 static void require_good(CLIENT *client)
 {
     if (client == NULL)
@@ -268,7 +268,7 @@ static void clnttcp_create_asks_rpcbind_for_the_port(long unused)
     clnt_destroy(client);
 }
 
-/* NETPATH is the standard way to move a program that asks for "netpath" or nothing at all. */
+/* NETPATH is the standard way to move a program that asks for "netpath", or for no nettype at all. */
 static void netpath_names_the_netid(long unused)
 {
     (void)unused;

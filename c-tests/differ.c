@@ -1,12 +1,12 @@
-/* Random plans of what clients and servers may do, and what they see of it: a plan follows from its seed alone, and so does
- * what is printed, whatever the netid. tests/differ.sh compares what stock tcp and rdma print.
+/* Random plans of what clients and servers may do; prints what they see. A plan follows from its seed alone, and so does what is
+ * printed, whatever the netid. tests/differ.sh compares what stock tcp and rdma print.
  *
  *   differ NETID FIRST LAST     the plans of these seeds
  *
- * A line begins with seed, actor and step, by which it has to be sorted: processes and threads write side by side. An actor is
- * a thread of the client with a CLIENT of its own, or of all of them. A step has a procedure number of its own, by which the
- * server knows it, decoded or not. Where tcp and rdma differ by design, or stock libtirpc is at odds with itself, no step leads
- * there, or nothing is printed: it is said there why. */
+ * A line begins with seed, actor and step. Lines have to be sorted by these, since processes and threads write side by side. An
+ * actor is a thread of the client with a CLIENT of its own, or with one that all actors share. A step has a procedure number of
+ * its own, by which the server knows the step whether its arguments are decoded or not. Where tcp and rdma differ by design, or
+ * stock libtirpc is at odds with itself, no step leads there, or nothing is printed; comments there say why. */
 #define _GNU_SOURCE
 #include <err.h>
 #include <netconfig.h>
@@ -30,7 +30,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* Each actor has a program, of versions 1 and 3; those that share a CLIENT have the first one's. */
+/* Each actor has a program, of versions 1 and 3; actors that share a CLIENT use the first one's. */
 enum { PROG = 0x20004C55, NO_PROGRAM = PROG + 100, ACTORS = 4, STEPS = 10, END = 1000, NO_PROCEDURE = 2000 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -38,9 +38,9 @@ static const struct timeval patient = {60, 0}, soon = {0, 15000}, now = {0, 0};
 
 /* ---- The plan ---------------------------------------------------------------------------------------------------- */
 
-/* How a client calls: waiting for the reply; with a server that gives none; one-way calls without and with a place for
- * results, and then one that waits; and parted from while replies are under way; from a child too. Or it asks its CLIENT about
- * itself, or finds nobody at an address. */
+/* How a client calls: it waits for the reply; the server gives none; it makes one-way calls without and with a place for
+ * results, and then one that waits; it destroys its CLIENT while replies are under way; it calls from a child too. Or it asks
+ * its CLIENT about itself, or finds nobody at an address. */
 enum manner { PLAIN, SHORT, BATCH, SEND, ABANDON, FORK, CONTROLS, NOBODY, MANNERS };
 /* What the routine does. */
 enum deed {
@@ -52,8 +52,8 @@ enum flavour { OLD, NONE, SYS, STRANGE, FLAVOURS };
 
 enum { ON_PLAIN = 1 << PLAIN, ON_SHORT = 1 << SHORT, WITHOUT_REPLY = 1 << BATCH | 1 << SEND | 1 << ABANDON,
        ON_ANY = ON_PLAIN | WITHOUT_REPLY | 1 << FORK | 1 << CONTROLS };
-/* Who may: not those that share a CLIENT; only one, since other threads may hold libtirpc's locks at a fork; two by two; and
- * only two, since libtirpc's loop goes on with descriptors that an inner loop has served, and waits there. */
+/* Which actors may: those that share no CLIENT; a single one, since other threads may hold libtirpc's locks at a fork; pairs;
+ * and just two, since libtirpc's loop goes on with descriptors that an inner loop has served, and waits there. */
 enum { ALONE = 1, SINGLE = 2, PAIRS = 4, TWO = 8 };
 
 struct choice {
@@ -103,7 +103,7 @@ struct step {
     enum deed deed;
     enum flavour flavour;
     uint64_t seed;
-    /* The item at which encoding or decoding fails. Without: data that no decoding fails of by itself. */
+    /* The item at which encoding or decoding fails. `is_sound`: only data that does not itself make decoding fail. */
     u_int arguments_unsent, arguments_unread, results_unsent, results_unread;
     bool is_sound, ignores_results;
 };
@@ -115,7 +115,7 @@ static u_int actors, steps;
 static enum { RUN, SELECT, POLL, WAYS_TO_SERVE } way_to_serve;
 static bool shared;
 static struct netconfig *netconfig;
-/* What actors and server meet on: the server has seen a request that it does not answer. */
+/* Tells the actors that the server has seen a request that it does not answer. */
 static sem_t *is_seen;
 
 static uint64_t roll(uint64_t *dice)
@@ -136,7 +136,7 @@ static bool one_in(uint64_t *dice, u_int many)
     return draw(dice, many) == 0;
 }
 
-/* Around where a message goes another way, less the header and what stands before. */
+/* A length near one of those at which a message is sent another way, less the header and what precedes the item. */
 static u_int length(uint64_t *dice, bool is_short)
 {
     static const u_int near[] = {0, 1024, 4096, 65536, 262144, 1048576};
@@ -167,18 +167,18 @@ static void plan_step(uint64_t *dice, struct step *step, u_int actor, u_int posi
     *step = (struct step){.actor = actor, .position = position, .procedure = actor * STEPS + position + 1};
     step->manner = choose(dice, manners, MANNERS, 0, actor);
     step->deed = step->manner == NOBODY ? MIRROR : choose(dice, deeds, DEEDS, step->manner, actor);
-    /* Two are at the same step when they meet, and whoever comes first is answered when the other one is there. */
+    /* Two actors meet at the same step, and the one that comes first is answered when the other one is there. */
     if (partner != NULL && (partner->deed == MEET || partner->deed == NEST))
         step->manner = PLAIN, step->deed = partner->deed;
-    /* A turn of the loop may serve what comes next on a connection too, and a routine that runs the loop again would wait there
-     * for one that waits below. */
+    /* A turn of the loop may also serve the next request of a connection, and a routine that runs the loop again there would
+     * wait for a routine that waits further up the stack. */
     for (u_int i = 0; i < position && step->deed == NEST; i++)
         step->deed = plan[actor][i].deed == NEST ? MEET : NEST;
     bool is_plain = !shared && step->manner == PLAIN && (step->deed == MIRROR || step->deed == GENERATE);
-    /* A reply of any kind would race with a short timeout, and one too many leave the other waiting. What a call does not
-     * read of its reply libtirpc's next one skips: parent and child would both do that. libtirpc's clnt_call takes the status
-     * from the CLIENT when another thread may have begun to call. And a reply over tcp does not arrive if something of the
-     * request is unread when the connection is closed. */
+    /* A reply of any kind would race with a short timeout, and one too many would leave the other actor waiting. What a call
+     * leaves unread of its reply, libtirpc's next call skips: parent and child would both do that. libtirpc's clnt_call takes
+     * the status from the CLIENT when another thread may already have begun a call. And a reply over tcp does not arrive if part
+     * of the request is unread when the connection is closed. */
     step->is_sound = shared || step->manner == SHORT || step->manner == FORK || step->deed == MEET || step->deed == NEST ||
                      step->deed == CLOSE_ANSWERED;
     step->seed = roll(dice);
@@ -191,8 +191,8 @@ static void plan_step(uint64_t *dice, struct step *step, u_int actor, u_int posi
     if (is_plain && one_in(dice, 20))
         step->program = NO_PROGRAM;
     step->calls = step->manner == SHORT || step->deed == MEET || step->deed == NEST ? 1 : 1 + draw(dice, 3);
-    /* What nobody reads fills the buffers of tcp, and then both ends wait for each other. And a server pulls long arguments by
-     * RDMA while their call waits, and no longer. */
+    /* Data that nobody reads fills the buffers of tcp, and then both ends wait for each other. And a server can pull long
+     * arguments by RDMA only as long as their call waits. */
     bool is_short = (1 << step->manner & WITHOUT_REPLY) != 0;
     step->arguments = length(dice, is_short || step->manner == SHORT);
     step->results = length(dice, is_short || step->deed == UNREAD);
@@ -216,7 +216,7 @@ static void make_plan(void)
             plan_step(&dice, &plan[actor][position], actor, position);
 }
 
-/* At once, so that no two lines mix. Of no step: of the process itself. */
+/* Writes the line in one piece, so that no two lines mix. Without a step: about the process itself. */
 __attribute__((format(printf, 3, 4))) static void say(const struct step *step, char side, const char *format, ...)
 {
     char line[512];
@@ -233,8 +233,8 @@ __attribute__((format(printf, 3, 4))) static void say(const struct step *step, c
 
 /* ---- Arguments and results --------------------------------------------------------------------------------------- */
 
-/* PIECES go through memory that is used again at once. The last ones can only be last: decoding wants more than there is, or
- * less than has come, or leaves something unread. */
+/* PIECES go through memory that is reused at once. The last kinds can only be the last item: decoding wants more than there is,
+ * or allows less than has come, or leaves something unread. */
 enum kind { NUMBER, BYTES, STRING, WORDS, PIECES, INLINE, OPTIONAL, GREEDY, TOO_LONG, IGNORED, KINDS };
 enum { ITEMS = 4, LONGEST = 1 << 22, PIECE = 1001, WORDS_INLINE = 100, REFUSED_LENGTH = 100 };
 struct item {
@@ -465,7 +465,7 @@ static u_int credentials(struct svc_req *request)
     return add(sum, parms->aup_gids, parms->aup_len * sizeof *parms->aup_gids);
 }
 
-/* What a client of AUTH_SYS is to call with from now on; nobody here takes it. */
+/* The credential that a client of AUTH_SYS is to call with from now on; no client here does. */
 static void give_verifier(SVCXPRT *xprt)
 {
     XDR xdrs;
@@ -499,7 +499,7 @@ static void by_child(SVCXPRT *xprt, const struct step *step, struct value *value
 }
 
 
-/* The one that comes first is put off, and answered in the routine of the other. */
+/* The request that comes first is put off, and answered in the routine of the other. */
 static void meet(SVCXPRT *xprt, const struct step *step, struct value *arguments)
 {
     const u_int pair = step->actor / 2, position = step->position;
@@ -516,7 +516,7 @@ static void meet(SVCXPRT *xprt, const struct step *step, struct value *arguments
     say(step, 's', "met: %d", answer(xprt, arguments));
 }
 
-/* The one that comes first runs the loop until the other one is there. */
+/* The routine that begins first runs the loop until the other one is there. */
 static void nest(const struct step *step)
 {
     const u_int pair = step->actor / 2, position = step->position;
@@ -617,7 +617,7 @@ static void act(SVCXPRT *xprt, const struct step *step, struct value *arguments,
     default:
         break;
     }
-    /* libtirpc sends what is there of results that cannot be encoded; so the client's side of it is not compared. */
+    /* libtirpc sends the part of the results that was encoded before encoding failed, so the client's side is not compared. */
     bool_t is_sent = answer(xprt, results);
     if (step->deed != ANSWER_TOO)
         say(step, 's', "sent: %d", is_sent);
@@ -640,10 +640,11 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     }
     REQUIRE(number < ACTORS * STEPS);
     const struct step *step = &plan[number / STEPS][number % STEPS];
-    /* What had come before the connection was shut down. */
+    /* It had come before the connection was shut down. */
     if (is_lost[step->actor][step->position])
         return;
-    /* libtirpc sends what is there of arguments that cannot be encoded; and what a client has parted from may come, or not. */
+    /* libtirpc sends the part of the arguments that was encoded before encoding failed; and calls that a client has abandoned
+     * may come, or not. */
     bool is_quiet = step->arguments_unsent != NEVER || step->manner == ABANDON;
     if (is_quiet) {
         struct value results = made(step->seed, step->results, false, NEVER);
@@ -670,9 +671,9 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     arguments.fails = NEVER;
     struct value results = made(~step->seed, step->results, step->is_sound, step->results_unsent);
     act(xprt, step, &arguments, &results);
-    /* By no transport, which may have been destroyed. */
+    /* Not through the transport, which may have been destroyed. */
     discard(&arguments), discard(&results);
-    /* Who is inside of another routine would leave that one too. */
+    /* A jump out of a routine inside another one would leave that one too. */
     if ((step->deed == JUMP || step->deed == JUMP_ANSWERED) && depth == 0)
         longjmp(loop, 1);
 }
@@ -707,7 +708,7 @@ struct actor {
 
 static struct sockaddr_in address;
 
-/* Credentials of no flavour that a server knows, until they have been refused so many times. */
+/* Credentials of a flavour that no server knows, until they have been refused `refusals` times. */
 struct strange {
     AUTH auth;
     u_int refusals;
@@ -790,7 +791,7 @@ static void attach(struct actor *actor, const struct step *step)
     }
 }
 
-/* What is left of the latest reply is read: or the server may be told that it could not be sent, when the connection ends. */
+/* Reads what is left of the latest reply. Otherwise the server may be told, when the connection ends, that sending it failed. */
 static void settle(const struct actor *actor)
 {
     if (actor->client != NULL)
@@ -806,7 +807,7 @@ static void part(struct actor *actor)
     *actor = (struct actor){NULL, RPC_ANYFD};
 }
 
-/* What of an error is the same in each run. */
+/* The part of an error that is the same in each run. */
 static const char *outcome(char text[128], CLIENT *client, enum clnt_stat status)
 {
     struct rpc_err error = {0};
@@ -843,7 +844,7 @@ static enum clnt_stat call(struct actor *actor, const struct step *step, u_int n
     return status;
 }
 
-/* The CLIENT goes afterwards. What CLGET_XID tells is not compared: libtirpc counts down in the host's byte order. */
+/* The CLIENT is destroyed afterwards. What CLGET_XID returns is not compared: libtirpc counts down in the host's byte order. */
 static void controls(struct actor *actor, const struct step *step)
 {
     static const u_int requests[] = {
@@ -904,7 +905,7 @@ static void find_nobody(const struct step *step)
     close(fd);
 }
 
-/* Of as many calls as the step has. */
+/* Makes as many calls as the step has. */
 static enum clnt_stat calls(struct actor *actor, const struct step *step, struct timeval timeout, bool with_results)
 {
     enum clnt_stat status = RPC_SUCCESS;
@@ -937,7 +938,7 @@ static void perform(struct actor *actor, const struct step *step)
     }
     if (step->manner == FORK || step->manner == ABANDON)
         settle(actor);
-    /* Nothing is to lie in libtirpc's buffers that parent and child would both have. */
+    /* Nothing may remain in libtirpc's buffers, which parent and child would both have. */
     if (step->manner == FORK)
         part(actor);
     if (actor->client == NULL)
@@ -1016,13 +1017,13 @@ static void run_client(int port)
     exit(0);
 }
 
-/* A process of its own, which dies where it hangs. */
+/* A process of its own, which is killed if it hangs. */
 static pid_t begin(void (*run)(int), int end)
 {
     pid_t process = fork();
     REQUIRE(process >= 0);
     if (process == 0) {
-        /* libtirpc lets it through. */
+        /* libtirpc does not block it. */
         signal(SIGPIPE, SIG_IGN);
         alarm(3 * (u_int)patient.tv_sec);
         run(end);

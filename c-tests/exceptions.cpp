@@ -1,11 +1,11 @@
-/* What leaves an XDR procedure or a dispatch routine otherwise than by returning: C++ exceptions and pthread_exit(3).
+/* XDR procedures and dispatch routines that are left without returning: by C++ exceptions and by pthread_exit(3).
  *
  *   exceptions NETID          the tests, one after the other, each in a process of its own
  *   exceptions NETID NAME     one of them
  *
- * Over rdma everything goes on with the same CLIENT and the same connection afterwards. Over stock tcp only what is
- * thrown is looked at: libtirpc's CLIENT stays locked with all signals blocked, a lock of all CLIENTs too after
- * clnt_freeres(), and the server's end of the connection is in the middle of a record. */
+ * Over rdma everything goes on with the same CLIENT and the same connection afterwards. Over stock tcp the tests only look
+ * at what is thrown: libtirpc's CLIENT stays locked with all signals blocked, after clnt_freeres() a lock of all CLIENTs is
+ * held too, and the server's end of the connection is in the middle of a record. */
 #include <err.h>
 #include <dirent.h>
 #include <netinet/in.h>
@@ -61,7 +61,7 @@ struct Object {
 
 /* ---- XDR procedures ---------------------------------------------------------------------------------------------- */
 
-/* It puts or gets so many words first. */
+/* `words`: how many words it encodes or decodes first. */
 struct Bad {
     u_int words;
     bool exits;
@@ -180,7 +180,7 @@ static void turn()
     if (ready > 0)
         svc_getreq_poll(polled.data(), ready);
 }
-/* The same, on a stack of its own unless a dispatch routine waits there. */
+/* The same on a separate stack, unless a dispatch routine waits there. */
 static void coroutine_turn()
 {
     static char stack[1 << 18];
@@ -266,7 +266,7 @@ static clnt_stat outcome(CLIENT *clnt, u_int proc, u_int n, timeval limit = pati
     u_int result = 0;
     return clnt_call(clnt, proc, number, (char *)&n, number, (char *)&result, limit);
 }
-/* The CLIENT goes on as if nothing had happened; over tcp there is another. */
+/* The CLIENT goes on as if nothing had happened; over tcp there is a new one. */
 static void goes_on(CLIENT *&clnt, clnt_stat last)
 {
     sigset_t mask, none;
@@ -328,7 +328,7 @@ static void freeing()
     }
     ends(clnt);
 }
-/* What is thrown in a call that an XDR procedure makes leaves both calls. */
+/* An exception in a call that an XDR procedure makes leaves both calls. */
 static CLIENT *inner;
 static bool_t xdr_calls(XDR *, Bad *thrown)
 {
@@ -392,14 +392,14 @@ static void server_catches()
     for (int i = 0; i < 10; i++) {
         REQUIRE(outcome(clnt, ARGUMENTS, 1) == RPC_CANTDECODEARGS);
         REQUIRE(outcome(clnt, FREEING, 1) == RPC_SUCCESS);
-        /* libtirpc's record holds the beginning of the first reply, and then the second. */
+        /* With libtirpc the record holds the beginning of the first reply, and then the second one. */
         for (u_int words : {0, 1, 50000})
             REQUIRE(stock || outcome(clnt, RESULTS, words) == RPC_SYSTEMERROR);
         REQUIRE(ask(clnt, ECHO, 1) == 2);
     }
     clnt_destroy(clnt);
 }
-/* Requests of which nothing comes leave nothing behind. */
+/* Requests that get no reply leave nothing behind. */
 static void leaves(const std::vector<u_int> &procedures, bool exceptions)
 {
     CLIENT *other = client();

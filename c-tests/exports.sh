@@ -1,5 +1,5 @@
 #!/bin/sh
-# exports.sh LIBRARY: is what the library exports what exports.txt lists, and what it needs what it may need?
+# exports.sh LIBRARY: does the library export what exports.txt lists, and need only what it may need?
 set -u
 here=$(dirname "$0")
 library=$1
@@ -9,7 +9,8 @@ nm -D --defined-only --with-symbol-versions "$library" |
     awk '$2 != "A" { print $3 }' | LC_ALL=C sort |
     diff -u "$here/exports.txt" - || { echo "FAIL  exports of $library" >&2; status=1; }
 
-# Every program that it is preloaded into loads them: not libtirpc, then, nor the unwinder, but where src/unwind.rs has nothing.
+# Every program that the library is preloaded into loads what it needs. So it may not need libtirpc, nor the unwinder, except
+# where src/unwind.rs has no replacement.
 may="libc.so.6 ld-linux*"
 readelf -hW "$library" | grep -q "Machine:.*X86-64" || may="$may libgcc_s.so.1"
 dynamic=$(readelf -dW "$library")
@@ -23,7 +24,7 @@ set +f
 for must in 'SONAME.*\[librpcrdma.so.0\]' 'FLAGS_1.*NODELETE'; do
     echo "$dynamic" | grep -q "$must" || { echo "FAIL  $library: readelf -d shows no $must" >&2; status=1; }
 done
-# An import without version could be bound to the old RPC inside glibc.
+# An import without a version could be bound to the old RPC inside glibc.
 unversioned=$(nm -D --undefined-only --with-symbol-versions "$library" |
     awk '$1 == "U" && $2 !~ /@/ { print $2 }')
 [ -z "$unversioned" ] || { echo "FAIL  $library imports without version: $unversioned" >&2; status=1; }

@@ -85,7 +85,7 @@ static void gss_authgss_create_default(long unused)
     release(client);
 }
 
-/* One context after the other: the server's memory of an old transport must not spoil a new one. */
+/* One context after the other: what the server remembers of an old transport must not spoil a new one. */
 static void gss_connection_after_connection(long unused)
 {
     (void)unused;
@@ -128,7 +128,7 @@ static void *block_one(void *client)
     return NULL;
 }
 
-/* A context has one call under way; who waits for it does so within its own time, and no other context waits. */
+/* A context has one call under way at a time. A call that waits for it ends within its own time, and no other context waits. */
 static void gss_call_behind_a_busy_context(long unused)
 {
     (void)unused;
@@ -174,7 +174,8 @@ static void *call_put_off(void *client)
     return NULL;
 }
 
-/* A request without it that is put off is answered without it, though a context was made and used meanwhile on its connection. */
+/* A request without RPCSEC_GSS that is put off is answered without it, though a context was created and used on its connection
+ * meanwhile. */
 static void gss_beside_a_request_put_off(long service)
 {
     struct server server = server_start("-c", "tli", "-g", service_name, NULL);

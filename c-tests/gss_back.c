@@ -1,5 +1,5 @@
-/* gss_back.c: calls back with RPCSEC_GSS: the server is the one that makes the context, the client accepts it. The KDC and
- * the environment are kdc.sh's. Prints a line for each service that works; tests/gss.sh runs it. */
+/* gss_back.c: calls back with RPCSEC_GSS: here the server creates the context, and the client accepts it. The KDC and the
+ * environment are kdc.sh's. Prints a line for each service that works; tests/gss.sh runs it. */
 #include <arpa/inet.h>
 #include <err.h>
 #include <rpc/auth_gss.h>
@@ -23,7 +23,7 @@ static char service_name[] = "suite@localhost", mechanism[] = "kerberos_v5";
 struct blob { u_int length; char *bytes; };
 static bool_t xdr_blob(XDR *xdrs, struct blob *blob) { return xdr_bytes(xdrs, &blob->bytes, &blob->length, LONGEST); }
 
-/* Makes a secured call back of each length; the status of the one that fails. */
+/* Makes a secured call back of each length; returns the status of the one that fails. */
 static u_int call_back(CLIENT *back, u_int service)
 {
     static const u_int lengths[] = {0, 1, 1000, 3000, 5000, LONGEST};
@@ -83,7 +83,7 @@ static void called_back(struct svc_req *request, SVCXPRT *xprt)
     struct blob blob = {0};
     rpc_gss_rawcred_t *raw;
     if (request->rq_proc == NULLPROC) {
-        /* libtirpc has the end of a context dispatched too: the context is gone by now. */
+        /* libtirpc also dispatches the request that ends a context: the context is gone by now. */
         svc_sendreply(xprt, (xdrproc_t)xdr_void, NULL);
         return;
     }

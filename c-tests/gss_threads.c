@@ -14,12 +14,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* HOLD is held until a letter comes; COUNT is one of many; EXIT ends the service. */
+/* HOLD blocks until a letter comes; COUNT is one of MANY; EXIT ends the service. */
 enum { PROGRAM = 0x20003203, VERSION = 1, HOLD = 1, COUNT = 2, EXIT = 3, MANY = 5 };
 
 static const struct timeval patient = {.tv_sec = 25}, at_once = {0};
 static char service_name[] = "suite@localhost", mechanism[] = "kerberos_v5";
-/* What the server has served, in its order. */
+/* What the server has served, in the order of service. */
 static struct { unsigned count, numbers[MANY]; } *served;
 static int gate[2];
 
@@ -43,7 +43,7 @@ static void dispatch(struct svc_req *request, SVCXPRT *xprt)
     svc_sendreply(xprt, (xdrproc_t)xdr_void, NULL);
 }
 
-/* What waits behind a request with RPCSEC_GSS when svc_exit() is called is served too, in its order. */
+/* Requests that wait behind one with RPCSEC_GSS when svc_exit() is called are served too, in their order. */
 static int served_to_the_end(unsigned threads)
 {
     SVCXPRT *listener = svc_rdma_create(RPC_ANYFD, 0, 0);
@@ -79,7 +79,7 @@ static int served_to_the_end(unsigned threads)
                  read(gate[0], &letter, 1) == 1;
     for (u_int number = 0; number < MANY; number++)
         right &= clnt_call(client, COUNT, (xdrproc_t)xdr_u_int, &number, NULL, NULL, at_once) == RPC_SUCCESS;
-    /* When this has its reply, all before it were read. The thread that was the loop ends meanwhile, or it does not. */
+    /* When this has its reply, all requests before it have been read. The thread that ran the loop may end meanwhile, or not. */
     client->cl_auth = plain;
     right &= clnt_call(client, EXIT, (xdrproc_t)xdr_void, NULL, (xdrproc_t)xdr_void, NULL, patient) == RPC_SUCCESS;
     usleep(20000);

@@ -1,5 +1,5 @@
-/* The handler of a signal forks, as a daemon's may, in the midst of a routine that uses the heap: with one thread that is allowed,
- * and nothing that the library does at a fork may use the heap too. NETID: "rdma", or "tcp" without the library. */
+/* A signal handler forks, as a daemon's may, in the midst of a routine that uses the heap. With one thread that is allowed, so
+ * nothing that the library does at a fork may use the heap. NETID: "rdma", or "tcp" without the library. */
 #define _GNU_SOURCE
 #include <err.h>
 #include <netconfig.h>

@@ -5,7 +5,7 @@
  *   -n netid that the programs name (tcp)    -L librpcrdma is loaded    -R it redirects tcp
  *   -b an rpcbind is there                   -g a KDC is there          -s slow: fewer rounds, longer limits
  *
- * SUITE_WRAP is put before the server's command line (valgrind ...). */
+ * SUITE_WRAP is prepended to the server's command line (valgrind ...). */
 #define _GNU_SOURCE
 #include "harness.h"
 #include "where.h"
@@ -74,7 +74,7 @@ int rounds(int normally)
 
 /* ---- Servers ---------------------------------------------------------------------------------------------------- */
 
-/* Reads one line or byte of the server's output; dies (the test fails) if the server went away. */
+/* Reads a byte of the server's output; exits (the test fails) if the server has gone. */
 static char next_event(int fd)
 {
     char c;
@@ -114,7 +114,7 @@ static struct server start(char *const *argv)
         line[length] = next_event(server.events);
     while (line[length] != '\n' && ++length < sizeof line - 1);
     line[length] = '\0';
-    /* A server that daemonises is another process by now, and says which. */
+    /* A server that has daemonised is another process by now, and tells its process id. */
     int serving;
     REQUIRE(sscanf(line, "READY %u %d", &server.port, &serving) == 2);
     server.pid = serving;
@@ -265,7 +265,7 @@ static const char *why_not(const struct test *test)
     return NULL;
 }
 
-/* One server for all, started again when a test has brought it down. */
+/* One server for all tests, started again when a test has brought it down. */
 static void revive_shared(void)
 {
     if (shared.pid > 0 && waitpid(shared.pid, NULL, WNOHANG) == 0)
@@ -278,7 +278,7 @@ static void revive_shared(void)
     setpgid(shared.pid, shared.pid);
 }
 
-/* Everything of the test's process group must go, the daemonised servers too. */
+/* Everything in the test's process group must go, daemonised servers too. */
 static void end_group(pid_t group)
 {
     kill(-group, SIGKILL);
@@ -334,7 +334,7 @@ static bool run(const struct test *test, int output)
             waitpid(child, &status, 0);
             break;
         }
-        /* Not for as long as it may take: the limit follows the load. */
+        /* Not for the whole time that is left: the limit follows the load. */
         struct timespec wait = {.tv_sec = left > 5 ? 5 : (time_t)left, .tv_nsec = 100000000};
         sigtimedwait(&only_child, NULL, &wait);
     }
@@ -346,7 +346,7 @@ static bool run(const struct test *test, int output)
     else if (WEXITSTATUS(status) > 1)
         dprintf(output, "exit status %d\n", WEXITSTATUS(status));
     bool passed = !late && WIFEXITED(status) && WEXITSTATUS(status) == 0;
-    /* Nobody asked the library to say anything. */
+    /* Nobody asked the library to print anything. */
     struct stat st;
     if (passed && !(test->needs & NOISY) && fstat(output, &st) == 0 && st.st_size > 0 && !getenv("SUITE_TRACE")) {
         dprintf(output, "(passed, but printed the above)\n");
@@ -387,7 +387,7 @@ int main(int argc, char **argv)
     ssize_t length = readlink("/proc/self/exe", server_program, sizeof server_program - 16);
     if (length < 0)
         err(1, "/proc/self/exe");
-    /* Under valgrind this still names the suite; the server lies beside it. */
+    /* Under valgrind this still names the suite; the server is in the same folder. */
     server_program[length] = '\0';
     char *slash = strrchr(server_program, '/');
     strcpy(slash + 1, "server");

@@ -16,13 +16,13 @@
 #include <string.h>
 #include <sys/types.h>
 
-/* What must be so for the test to go on. */
+/* What must hold for the test to go on. */
 #define REQUIRE(condition)                                                                                            \
     do {                                                                                                              \
         if (!(condition))                                                                                             \
             test_failed(__FILE__, __LINE__, #condition);                                                              \
     } while (0)
-/* The same for a call: says what the status was. */
+/* The same for a call; prints what the status was. */
 #define REQUIRE_STATUS(call, wanted) require_status(__FILE__, __LINE__, #call, (call), (wanted))
 #define TRACE(...)                                                                                                    \
     do {                                                                                                              \
@@ -79,7 +79,7 @@ struct server {
 
 /* Starts the suite's server with these options (NULL at the end) and waits until it is ready. */
 struct server server_start(const char *option, ...) __attribute__((sentinel));
-/* The server that tests share which do it no harm. */
+/* The server shared by tests that do it no harm. */
 struct server *server_shared(void);
 /* Waits until the server has entered a blocking procedure. */
 void server_await_block(struct server *server);
@@ -93,18 +93,18 @@ struct sockaddr_in address_of(const struct server *server);
 /* A CLIENT for version 2 of the suite at this server, by clnt_tli_create(RPC_ANYFD). */
 CLIENT *client_of(const struct server *server);
 
-/* Bytes that depend on place and seed, so that nothing that is moved, lost or repeated goes unseen. */
+/* Fills in bytes that depend on place and seed, so that nothing that is moved, lost or repeated goes unnoticed. */
 void fill(char *bytes, size_t length, unsigned seed);
 unsigned long long checksum(const char *bytes, size_t length);
 suite_blob blob_of(size_t length, unsigned seed);
 /* Echoes `length` bytes and compares. */
 void require_echo(CLIENT *client, size_t length, unsigned seed);
 
-/* Bytes that no Send holds, whatever RPCRDMA_INLINE says: they go in chunks. */
+/* More bytes than any Send holds, whatever RPCRDMA_INLINE says: they go in chunks. */
 enum { NOT_INLINE = 300000 };
 
 double now(void);
-/* What limits on the clock are multiplied by: TEST_PATIENCE, or else the load, above three processes a processor. */
+/* The factor for time limits: TEST_PATIENCE, or else the load per processor if that is above three. */
 double patience(void);
 int rounds(int normally);
 

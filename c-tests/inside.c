@@ -1,4 +1,4 @@
-/* What XDR procedures do, while they run, with the very handle that they run for: calls, control, destruction.
+/* What XDR procedures do, while they run, with the very handle that they run for: they call, control and destroy it.
  *
  *   inside          the tests, one after the other, each in a process of its own
  *   inside NAME     one of them
@@ -19,7 +19,7 @@
 #include <unistd.h>
 
 enum { PROG = 0x20004C52 };
-/* Procedures. All but the first have something happen inside of an XDR procedure of the server. */
+/* Procedures. In all but the first, something happens inside an XDR procedure of the server. */
 enum { ADD_ONE = 1, ARGUMENTS, ARGUMENTS_DESTROY, RESULTS_DESTROY };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -30,7 +30,7 @@ static const struct timeval patient = {60, 0};
 static SVCXPRT *serving;
 static atomic_int inside;
 
-/* Asks for the arguments once more, which are taken, and answers already. */
+/* Asks once more for the arguments, which have been taken already, and sends the answer already. */
 static bool_t xdr_uses(XDR *xdrs, u_int *number)
 {
     u_int again = 0, answer = 77;
@@ -69,7 +69,7 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     xdrproc_t results = procedure == RESULTS_DESTROY ? (xdrproc_t)xdr_destroys_transport : (xdrproc_t)xdr_u_int;
     REQUIRE(svc_sendreply(xprt, results, (char *)&number) == (procedure != ARGUMENTS));
     REQUIRE(svc_freeargs(xprt, (xdrproc_t)xdr_u_int, (char *)&number));
-    /* The request lasts until the routine returns, and so does its transport. */
+    /* The request lives until the routine returns, and so does its transport. */
     REQUIRE(!svc_getargs(xprt, (xdrproc_t)xdr_u_int, (char *)&number) || number == 41);
 }
 
@@ -110,7 +110,7 @@ static void connect_client(void)
     REQUIRE(clnt_control(client, CLGET_FD, (char *)&fd));
 }
 
-/* What a call of `procedure` with 41 leads to. */
+/* Calls `procedure` with 41. */
 static enum clnt_stat ask(u_int procedure, xdrproc_t arguments, xdrproc_t results, u_int *result)
 {
     u_int number = 41;
@@ -121,7 +121,7 @@ static enum clnt_stat ask_plainly(u_int procedure, u_int *result)
     return ask(procedure, (xdrproc_t)xdr_u_int, (xdrproc_t)xdr_u_int, result);
 }
 
-/* A call of its own, all that can be asked and set, and another AUTH. */
+/* Makes a call of its own, gets and sets all that can be got and set, and sets another AUTH. */
 static bool_t xdr_calls(XDR *xdrs, u_int *number)
 {
     if (inside++ == 0) {
@@ -164,7 +164,7 @@ static void call_inside(xdrproc_t arguments, xdrproc_t results)
 static void a_call_inside_arguments(void) { call_inside((xdrproc_t)xdr_calls, (xdrproc_t)xdr_u_int); }
 static void a_call_inside_results(void) { call_inside((xdrproc_t)xdr_u_int, (xdrproc_t)xdr_calls); }
 
-/* The call ends as it would, and the CLIENT then. */
+/* The call ends as it would otherwise, then the CLIENT does. */
 static void destroyed_inside(xdrproc_t arguments, xdrproc_t results)
 {
     u_int result = 0;
@@ -187,7 +187,7 @@ static void destroyed_inside_freed_results(void)
     REQUIRE(fcntl(fd, F_GETFD) < 0 && errno == EBADF);
 }
 
-/* A call of another thread is under way with the CLIENT: the last one takes it along. */
+/* Another thread's call is under way with the CLIENT, which ends with the last call. */
 static void *call_too(void *unused)
 {
     (void)unused;
@@ -240,7 +240,7 @@ static void at_the_server(u_int procedure, u_int expected)
         REQUIRE(ask_plainly(procedure, &result) == RPC_SUCCESS && result == expected && inside > 0);
         clnt_destroy(client);
     }
-    /* Another connection is served. */
+    /* A new connection is served. */
     connect_client();
     call_too(NULL);
     clnt_destroy(client);

@@ -3,7 +3,7 @@
 #
 # Makes the realm SUITE.TEST with the service suite/localhost and the user suiteuser, starts krb5kdc on a free port
 # and prints the environment that makes a program use all that, as lines for eval. The KDC's process id is in
-# DIRECTORY/pid; whoever called kills it.
+# DIRECTORY/pid; the caller has to kill it.
 set -eu
 directory=$1
 mkdir -p "$directory"

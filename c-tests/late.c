@@ -1,22 +1,26 @@
-/* Requests that are put off, and answered later: in the routine of another connection's request, or by another thread beside
- * the loop. What has come on their connection meanwhile is served too, and what the client does not take at once is sent.
+/* Requests that are put off and answered later: in the routine of another connection's request, or by another thread beside
+ * the loop. Requests that come on their connection meanwhile are served too, and a reply that the client does not take at once
+ * is still sent.
  *
- * With the argument "pulled": a routine that has decoded a long call, and goes on, keeps no other one from being pulled. With
- * RPCRDMA_POLL=0, so that the loop looks at all connections before it serves one. It never fails without reason; but where
- * clients are kept from their processors for a millisecond, the last one is asked for in any case.
+ * With the argument "pulled": a routine that goes on after it has decoded a long call keeps no other long call from being
+ * pulled. To be run with RPCRDMA_POLL=0, so that the loop looks at all connections before it serves one. This test never fails
+ * without reason, but it may pass without one: where clients get no processor for a millisecond, the last call is asked for in
+ * any case.
  *
  * With "shared": the requests of several threads that share a CLIENT, put off together and answered in any order; and a server
  * that takes the transport out of its loop meanwhile.
  *
- * With "crowd" and RPCRDMA_CREDITS=96: so many threads leave their replies to children at once, and others beside.
+ * With "crowd" and RPCRDMA_CREDITS=96: that many threads leave their replies to children at once, some of them in no routine.
  *
- * With "staying" and RPCRDMA_CREDITS=4: routines stay on when children have answered, for more requests than there are credits.
+ * With "staying" and RPCRDMA_CREDITS=4: routines do not return yet when children have answered their requests, and there are
+ * more of these requests than credits.
  *
- * With "beside": what has been put off is answered while another routine forks, with a lock that the program takes before a fork;
- * beside a request of a program that was registered past the library; and when its connection has ended, or was destroyed. With
- * "beside children", while other routines leave their replies to children.
+ * With "beside": a request that was put off is answered while another routine forks, under a lock that the program takes before
+ * a fork; beside a request for a program that was registered without the library; and after its connection has ended or was
+ * destroyed. With "beside children": while other routines leave their replies to child processes.
  *
- * Linked with the library, with RPCRDMA_BY_REFERENCE=yes: a reply that is lent has the connection looked at. */
+ * Linked with the library, with RPCRDMA_BY_REFERENCE=yes: a reply that is lent to the library makes the loop look at the
+ * connection. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <err.h>
@@ -33,8 +37,8 @@
 #include <unistd.h>
 
 enum { PROG = 0x20004C53, UNSEEN, OTHERWISE };
-/* Procedures. Those behind the first have that one answered: in their own routine, by a thread that it waits for, or by one
- * that begins when the loop sleeps. */
+/* Procedures. The three after the first say how a request for the first is answered: in their own routine, by a thread that
+ * this routine waits for, or by a thread that begins when the loop sleeps. */
 enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK, REPLACE, BUSY, CHILD, BY_CHILD,
        HOLD, LET_GO, STAY };
 enum { SHORT = 100000, LONG = 200 << 20 };
@@ -62,7 +66,7 @@ static SVCXPRT *waiting;
 static sem_t is_put_off, is_inside;
 static char reply[LONG];
 
-/* Answers what was put off, when something else has come on its connection. */
+/* Answers the request that was put off, once another one has come on its connection. */
 static void *answers(void *unused)
 {
     struct data data = {SHORT, reply};
@@ -74,7 +78,7 @@ static void *answers(void *unused)
     return NULL;
 }
 
-/* The same, with more than its client takes at once. */
+/* Answers it with more than its client takes at once. */
 static void *answers_much(void *unused)
 {
     struct data data = {LONG, reply};
@@ -101,7 +105,7 @@ static bool_t all_are_asked_for(void)
     return asked_for() >= before + (uint64_t)LONG_CALLS * RECORD;
 }
 
-/* In the descriptors, which the loop does not look at meanwhile. */
+/* As the descriptors tell, which the loop does not look at meanwhile. */
 static bool_t all_have_come(void)
 {
     int came = 0;
@@ -119,7 +123,7 @@ static void await(bool_t (*what)(void))
     REQUIRE(what());
 }
 
-/* What goes on when the first call is decoded lasts until the last one is asked for. */
+/* The routine of the first call, having decoded it, goes on until the last call is asked for. */
 static void take(SVCXPRT *xprt)
 {
     struct data data = {0, NULL};
@@ -143,7 +147,7 @@ static u_int number_of(SVCXPRT *xprt)
     return number;
 }
 
-/* Puts it off until the others are here. The last one is answered first, in its routine. */
+/* Puts the request off until the others have come. The last one is answered first, in its own routine. */
 static void keep(SVCXPRT *xprt)
 {
     kept[keeps].number = number_of(xprt);
@@ -184,7 +188,7 @@ static void gives_lock(void)
     pthread_mutex_unlock(&lock);
 }
 
-/* Answers with a lock that a fork waits for. */
+/* Answers while it holds a lock that a fork waits for. */
 static void *answers_locked(void *unused)
 {
     (void)unused;
@@ -203,7 +207,7 @@ static void *answers_unseen(void *xprt)
     return NULL;
 }
 
-/* A handler that forks, as one of a signal may, while a fork is under way. */
+/* A handler that forks while a fork is under way, as a signal handler may. */
 static __thread int forks_inside;
 
 static void forks_once(void)
@@ -229,7 +233,7 @@ static void leave_to_child(SVCXPRT *xprt)
     REQUIRE(child > 0 && waitpid(child, &status, 0) == child && status == 0);
 }
 
-/* The same, and stays on. */
+/* The same, and does not return before it may. */
 enum { STAYING = 16 };
 static sem_t may_return;
 
@@ -245,7 +249,7 @@ static void answer_at_once(SVCXPRT *xprt)
     REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&(u_int){BUSY}));
 }
 
-/* What routines leave to threads, which are in none. */
+/* Requests that routines leave to threads, which answer them outside of any routine. */
 enum { ANSWERING = 3, ASKING = 8, QUEUE = 64 };
 static struct queue {
     void (*answer)(SVCXPRT *);
@@ -271,7 +275,7 @@ static void *answers_on(void *argument)
     return NULL;
 }
 
-/* Destroys what is waiting, and makes a listener of libtirpc's own that has its descriptor's number. */
+/* Destroys the transport that waits, and creates a listener of libtirpc's own with the same descriptor number. */
 static void replace(void)
 {
     static SVCXPRT *made;
@@ -310,7 +314,7 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         REQUIRE(sem_post(&is_put_off) == 0);
         if (request->rq_prog == PROG)
             return;
-        /* Answered by a thread, which is all that tells it from what was put off. */
+        /* A thread answers, which is all that tells this request from the one that was put off. */
         REQUIRE(pthread_create(&thread, NULL, answers_unseen, xprt) == 0 && pthread_join(thread, NULL) == 0);
         return;
     case FORK:
@@ -466,7 +470,7 @@ static void shared(void)
 {
     pthread_t threads[CALLERS];
     struct caller callers[CALLERS];
-    /* The first reply tells the credits. */
+    /* The first reply grants the credits. */
     REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS);
     for (u_int round = 0; round < 200; round++) {
         u_int procedure = round % 2 ? PARK : KEEP;
@@ -531,7 +535,7 @@ static void *is_held(void *unused)
     return unused;
 }
 
-/* One request waits while children answer more than are kept for an answer. */
+/* One request waits while children answer more requests than are kept for an answer. */
 static void children(void)
 {
     pthread_t threads[ASKING], worker, held;
@@ -605,7 +609,7 @@ static void serve_otherwise(struct svc_req *request, SVCXPRT *xprt)
     REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&(u_int){OTHERWISE}));
 }
 
-/* libtirpc serves a program with the routine that was registered last, also where rpcbind was not to be had for it. */
+/* libtirpc serves a program with the routine that was registered last, even where rpcbind could not be reached for it. */
 static void otherwise(SVCXPRT *listener)
 {
     struct netconfig *tcp = getnetconfigent("tcp"), unknown = *tcp;
@@ -621,11 +625,12 @@ static void otherwise(SVCXPRT *listener)
     printf("ok    the routine that was registered last is called beside a request that was put off\n");
 }
 
-/* More are put off than are kept for an answer, here of calls that nobody waits for: the oldest gets none, and no other one gets its. */
+/* More requests are put off than are kept for an answer, here of calls that nobody waits for: the oldest get no answer, and no
+ * other request gets theirs. */
 static void passed_over(void)
 {
     pthread_t thread;
-    /* That of the connection, and one that is the request's own. */
+    /* The transport of the connection, and one that is the request's own. */
     SVCXPRT *oldest[2];
     rpcprog_t program = PROG;
     REQUIRE(clnt_control(first, CLSET_PROG, (char *)&program));
@@ -725,7 +730,7 @@ int main(int argc, char **argv)
         return 0;
     }
     if (argc > 1 && strcmp(argv[1], "beside") == 0) {
-        /* The first reply tells the credits. */
+        /* The first reply grants the credits. */
         REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS && ask(second, NULLPROC) == RPC_SUCCESS);
         if (argc > 2)
             children();
@@ -737,7 +742,7 @@ int main(int argc, char **argv)
         return 0;
     }
     for (u_int procedure = IN_ROUTINE; procedure <= BESIDE_LOOP; procedure++) {
-        /* The first reply tells the credits. */
+        /* The first reply grants the credits. */
         REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS);
         REQUIRE(pthread_create(&one, NULL, is_answered, &lengths[procedure - IN_ROUTINE]) == 0);
         REQUIRE(sem_wait(&is_put_off) == 0);

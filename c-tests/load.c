@@ -2,8 +2,8 @@
  *
  *   load run -m tcp|rdma|moved|two|placed -d DIR -n CALLS -s SEED [-l LIBRARY] [-b BINDINGS] [-p PROCESSES] [-t THREADS]
  *            [-f PORT]
- *       Starts servers, proxies and clients, makes about CALLS calls, and leaves what the clients wrote down in DIR.
- *       -f PORT: what leads to this port is slow; without it a proxy slows one server's connections.
+ *       Starts servers, proxies and clients, makes about CALLS calls, and leaves the clients' records in DIR.
+ *       -f PORT: connections to this port are slow anyway; without it a proxy slows one server's connections.
  *
  *   load soak ...
  *       See soak.c.
@@ -11,8 +11,8 @@
  *   load compare [-v] DIR DIR...
  *       The first DIR is the run over tcp. -v prints a table for each.
  *
- * Prints nothing but complaints (and the table); each names what is needed to repeat it. TEST_PATIENCE multiplies the
- * second that a call may be late, for machines that are busy with other things. */
+ * Prints nothing but complaints (and the table); each complaint names what is needed to repeat it. TEST_PATIENCE multiplies
+ * the second that a call may be late, for machines that are busy with other things. */
 #define _GNU_SOURCE
 #include "load.h"
 #include "soak.h"
@@ -126,7 +126,7 @@ static void __attribute__((format(printf, 1, 2))) complain(const char *format, .
     failed = true;
 }
 
-/* The settings of the library for a process, in the process. Servers are numbered by their role, clients behind them. */
+/* The library's settings for a process, made in that process. Servers are numbered by their role, clients after them. */
 static void settings(unsigned process)
 {
     static const char *const lengths[] = {"1024", "4096", "4096", "65536"};
@@ -179,7 +179,7 @@ static struct child start(unsigned process, char *const *argv)
     return (struct child){.pid = pid, .in = in[1], .out = out[0]};
 }
 
-/* Reads what a child prints, at most until `end`; false when that came first, or the child went away. */
+/* Reads what a child prints, up to `end`; false when the line is full before that, or the child has gone or says nothing. */
 static bool hear(struct child *child, char *line, size_t size, char end)
 {
     for (size_t length = 0; length < size - 1;) {
@@ -249,7 +249,7 @@ static bool probe_once(enum role role, struct state *state)
     return heard && status == 0;
 }
 
-/* One that was stopped has much to do first. */
+/* A server that was stopped has much to do first. */
 static bool probe(enum role role, struct state *state)
 {
     for (int tries = 0; tries < 20; tries++) {
@@ -284,7 +284,7 @@ static void start_client(unsigned number)
     clients[number] = start(ROLES + number, argv);
 }
 
-/* What each thread is at, and where, if gdb is there. */
+/* What each thread is doing, and where, if gdb is there. */
 static void dump(void)
 {
     uint64_t now = now_us();
@@ -331,7 +331,7 @@ static void finish(int status)
     exit(status);
 }
 
-/* Servers that come and go: each state lasts a while that follows from the seed. */
+/* Servers that come and go: how long each state lasts follows from the seed. */
 struct coming {
     enum role role;
     bool away;
@@ -535,14 +535,14 @@ static const char *base_name(const char *path)
     return slash == NULL ? path : slash + 1;
 }
 
-/* Adds up a run, and complains of what may not be in it. */
+/* Adds up a run, and complains of anything in it that must not happen. */
 static void judge(const struct run *run, const struct run *tcp, const struct line *reference, struct line *lines)
 {
     unsigned wrong = 0, different = 0, late = 0, missing = 0;
     double noise = 0;
     for (unsigned p = 0; p < run->count; p++) {
         struct book *book = run->books[p];
-        /* What the machine itself makes later, this process knows. */
+        /* The process knows by how much the machine itself delayed it. */
         int64_t grace = (int64_t)(1e6 * factor) + 3 * (int64_t)book->overslept;
         if ((double)book->overslept > noise)
             noise = (double)book->overslept;
@@ -575,8 +575,8 @@ static void judge(const struct run *run, const struct run *tcp, const struct lin
                     (record->status != other->status || record->sum != other->sum) && different++ < 5)
                     complain("process %u thread %u operation %u (%s at %s) is another one than over tcp: status %d and %d", p, t,
                              n, kind_names[op.kind], role_names[op.role], record->status, other->status);
-                /* tcp has no limit for a call that waits for another thread's, or for room in a socket. What goes without
-                 * a reply may have to wait for one, as long as it takes. */
+                /* tcp has no limit for a call that waits for another thread's, or for room in a socket. A call without
+                 * a reply may have to wait for another call's reply, as long as that takes. */
                 int64_t limit = grace;
                 if (op.kind == K_POST && reference != NULL)
                     limit += (int64_t)reference[K_LARGE].worst;
@@ -659,18 +659,18 @@ int main(int argc, char **argv)
                  {"proxy", proxy_main}, {"client", client_main},   {"probe", probe_main},
                  {"soak", soak_main},   {"soak-serve", soak_serve_main}, {"soak-client", soak_client_main}};
     signal(SIGPIPE, SIG_IGN);
-    /* Fixed: else malloc keeps what was large once, and memory at the end tells nothing. */
+    /* Fixed: otherwise malloc keeps large blocks, and memory at the end tells nothing. */
     mallopt(M_MMAP_THRESHOLD, 64 << 10);
     mallopt(M_TRIM_THRESHOLD, 64 << 10);
     if (getenv("TEST_PATIENCE") != NULL)
         factor = atof(getenv("TEST_PATIENCE"));
-    /* Through void **: what dlsym gives is no function to C. */
+    /* Through void **: in C, dlsym returns no pointer to a function. */
     *(void **)&reverse_create = dlsym(RTLD_DEFAULT, "rpcrdma_clnt_reverse");
     *(void **)&serve_back = dlsym(RTLD_DEFAULT, "rpcrdma_clnt_serve");
     for (size_t i = 0; argc > 1 && i < sizeof parts / sizeof *parts; i++) {
         if (strcmp(argv[1], parts[i].name) != 0)
             continue;
-        /* getopt(3) begins behind the part's name. */
+        /* getopt(3) begins after the part's name. */
         if (parts[i].main == run_main || parts[i].main == soak_main)
             return parts[i].main(argc - 1, argv + 1);
         return parts[i].main(argc, argv);

@@ -1,10 +1,10 @@
-/* load.h: the load test: many clients and servers at once, after a plan that follows from a seed.
+/* load.h: the load test: many clients and servers at once, by a plan that follows from a seed.
  *
  * The plan (load_plan.c) is a pure function of the seed, of the client process, its thread and the number of the
- * operation, so that runs over different transports make the same calls, and can be compared one by one. The servers
+ * operation, so that runs over different transports make the same calls, which can be compared one by one. The servers
  * and the proxies before them are in load_server.c, the clients in load_client.c; load.c starts them, watches over
- * them and compares what they have written down. The programs know libtirpc only; where librpcrdma is loaded they
- * find its functions for calls back by name. */
+ * them and compares their records. The programs know only libtirpc; where librpcrdma is loaded they find its functions
+ * for calls back by name. */
 #ifndef LOAD_H
 #define LOAD_H
 
@@ -58,7 +58,7 @@ enum handle {
 
 enum credential { NONE, SHARED_SYS, OWN_SYS };
 
-/* What one operation is about. */
+/* Kinds of operation. */
 enum kind {
     K_NULL,   /* procedure 0 */
     K_SMALL,  /* up to 4 KiB each way */
@@ -81,7 +81,7 @@ enum kind {
 };
 extern const char *const kind_names[KINDS];
 
-/* clnt_stat, and beyond it: */
+/* Statuses beyond those of clnt_stat: */
 enum { NO_CLIENT = 100, SKIPPED = 101 };
 
 struct operation {
@@ -106,22 +106,22 @@ struct plan {
 };
 
 struct operation plan_operation(const struct plan *plan, unsigned process, unsigned thread, uint32_t number);
-/* Whether an operation that does not have to end in one way may end so. */
+/* Whether an operation that may end in several ways may end with this status. */
 bool plan_allows(const struct operation *operation, int status);
 /* A number below `bound` that follows from the seed, for choices beside the operations. */
 uint64_t plan_choice(uint64_t seed, const char *what, unsigned which, uint64_t bound);
-/* The credits that a process asks for or grants: servers are numbered by their role, clients behind them. */
+/* The credits that a process asks for or grants. Servers are numbered by their role, clients after them. */
 unsigned plan_credits(uint64_t seed, unsigned process);
-/* Whether a client process has one credit in all at this server: librpcrdma refuses calls without a reply then. */
+/* Whether a client process has only one credit in all at this server: librpcrdma then refuses calls without a reply. */
 bool plan_one_credit(const struct plan *plan, unsigned process, enum role role);
 
-/* Bytes that follow from a key, and whether they are those; 8 at a time. */
+/* Makes the bytes that follow from a key, and tells whether bytes are those; 8 at a time. */
 void contents_fill(char *bytes, size_t length, uint64_t key);
 bool contents_right(const char *bytes, size_t length, uint64_t key);
 uint64_t contents_sum(const char *bytes, size_t length);
 /* What contents_sum() gives for those bytes. */
 uint64_t contents_expected(size_t length, uint64_t key);
-/* The keys of what goes one way and the other. */
+/* The keys of what goes to the server and of what comes back from it. */
 uint64_t key_there(uint64_t tag), key_back(uint64_t tag);
 
 struct ask {
@@ -140,7 +140,7 @@ struct answer {
 bool_t xdr_ask(XDR *xdrs, struct ask *ask);
 bool_t xdr_answer(XDR *xdrs, struct answer *answer);
 
-/* BACK's extra: how often, and through which CLIENT the callback calls in its turn; see back_extra(). */
+/* BACK's extra: how often to call back, and through which CLIENT the callback itself makes a call; see back_extra(). */
 struct back {
     unsigned times;
     bool nested;
@@ -149,13 +149,13 @@ struct back {
 };
 uint32_t back_extra(struct back back);
 struct back back_of(uint32_t extra);
-/* The streams of POST that are counted apart: one for each thread and CLIENT. */
+/* The streams of POST calls that are counted separately: one for each thread and CLIENT. */
 uint32_t post_stream(unsigned process, unsigned thread, enum handle handle);
 enum { STREAMS = PROCESSES * THREADS * HANDLES };
 /* How FAIL fails; extra's values. */
 enum { FAILURES = 6, MUTE = FAILURES };
 
-/* What a client process writes down, in a file that is mapped by load.c too. */
+/* What a client process records, in a file that load.c maps too. */
 struct record {
     uint8_t status;
     uint8_t wrong;    /* contents are not what the plan says, or another rule was broken */

@@ -1,6 +1,6 @@
-/* load_client.c: a client process of the load test, and the probe that asks whether a server is all right. See load.h.
+/* load_client.c: a client process of the load test, and the probe that tests whether a server is all right. See load.h.
  *
- *   load client NETID BOOK PORT...     a port for each role; says 'R' when it is connected, waits for a byte
+ *   load client NETID BOOK PORT...     a port for each role; writes 'R' when it is connected, waits for a byte
  *   load probe NETID PORT [long]       prints "descriptors kilobytes" of the server after a few calls */
 #define _GNU_SOURCE
 #include "load.h"
@@ -22,7 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* A CLIENT that may have to be replaced while others wait in it. */
+/* A CLIENT that may have to be replaced while other threads wait in it. */
 struct slot {
     pthread_rwlock_t lock;
     CLIENT *client;
@@ -52,7 +52,7 @@ static atomic_bool over;
 static atomic_uint complaints;
 
 enum { SHARED_UID = 500, OWN_UID = 1000, COMPLAINTS = 20 };
-/* Of a call over a connection that was just shut down, milliseconds. */
+/* The timeout of a call over a connection that was just shut down, in milliseconds. */
 enum { AFTER_BREAK = 2000 };
 
 static struct timeval milliseconds(uint32_t count)
@@ -122,7 +122,7 @@ static void slot_fill(struct slot *slot, enum role role, bool keeps_auth)
 {
     uint64_t started = now_us();
     slot->lost = false;
-    /* A machine may be so busy that a startup takes longer than the ten seconds that it has. */
+    /* A machine may be so busy that a startup takes longer than its limit of ten seconds. */
     for (int tries = role <= FAR ? 20 : 1; tries > 0; tries--) {
         slot->client = connect_to(netid, ports[role]);
         if (slot->client != NULL || rpc_createerr.cf_stat != RPC_TIMEDOUT)
@@ -148,7 +148,7 @@ static void slot_empty(struct slot *slot)
     slot->client = NULL;
 }
 
-/* A CLIENT with a connection that may be good; it stays until slot_leave(). NULL: none could be made. */
+/* A CLIENT whose connection may be good; it stays until slot_leave(). NULL: none could be made. */
 static CLIENT *slot_enter(struct slot *slot, enum role role, bool keeps_auth, struct record *record)
 {
     pthread_rwlock_rdlock(&slot->lock);
@@ -168,7 +168,7 @@ static CLIENT *slot_enter(struct slot *slot, enum role role, bool keeps_auth, st
 
 static void slot_leave(struct slot *slot, bool lost)
 {
-    /* Of several that find it lost each says so; a new one cannot come before all have left. */
+    /* Each thread that finds the connection lost says so; a new CLIENT cannot come before all have left. */
     if (lost)
         __atomic_store_n(&slot->lost, true, __ATOMIC_RELAXED);
     pthread_rwlock_unlock(&slot->lock);
@@ -326,7 +326,7 @@ static void operate(struct thread *thread, uint32_t number)
                                   : op.credential == SHARED_SYS ? shared_sys
                                                                 : thread->own_sys;
             int status = call(thread, number, &op, client, arguments);
-            /* The server that hangs answers nobody who connects; and two CLIENTs have a descriptor in common. */
+            /* The server that hangs answers nobody who connects, and two CLIENTs share a descriptor. */
             lost = (status == RPC_CANTSEND || status == RPC_CANTRECV) && status != op.status && op.role != HUNG &&
                    !(op.role == PLAIN && (op.handle == SHARED || op.handle == TWIN));
             /* After a call without any answer libtirpc over tcp takes the next reply for the late one. */

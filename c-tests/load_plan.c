@@ -1,4 +1,4 @@
-/* load_plan.c: what is called, when, and with which outcome: all of it follows from the seed. See load.h. */
+/* load_plan.c: what is called, when, and with which outcome. All of this follows from the seed. See load.h. */
 #define _GNU_SOURCE
 #include "load.h"
 #include <string.h>
@@ -7,7 +7,7 @@ const char *const role_names[ROLES] = {"plain", "hasty", "far", "slow", "hung", 
 const char *const kind_names[KINDS] = {"null", "small", "large", "far",  "post", "tally", "poke",   "fail", "mute",
                                        "back", "hasty", "slow",  "hung", "nap",  "mortal", "cut", "break"};
 
-/* Of a thousand operations. */
+/* How many of a thousand operations are of each kind. */
 static const unsigned shares[KINDS] = {
     [K_NULL] = 150,  [K_SMALL] = 360, [K_LARGE] = 60, [K_FAR] = 30,  [K_POST] = 80, [K_TALLY] = 30,
     [K_POKE] = 20,   [K_FAIL] = 30,   [K_MUTE] = 10,  [K_BACK] = 40, [K_HASTY] = 55, [K_SLOW] = 30,
@@ -36,7 +36,7 @@ static uint64_t below(struct random *random, uint64_t bound)
     return random->state % bound;
 }
 
-/* From `least` to `most`, and each doubling as likely as another. */
+/* From `least` to `most`; all doublings are equally likely. */
 static uint32_t by_magnitude(struct random *random, uint32_t least, uint32_t most)
 {
     unsigned doublings = 0;
@@ -185,7 +185,7 @@ struct operation plan_operation(const struct plan *plan, unsigned process, unsig
         op.procedure = BACK;
         op.size = by_magnitude(&random, 0, 2000);
         op.want = below(&random, 4) == 0 ? by_magnitude(&random, 4000, 256 << 10) : by_magnitude(&random, 0, 4000);
-        /* A call in the midst of a callback needs a credit beside those of all that are under way. */
+        /* A call in the midst of a callback needs a credit besides those of all calls that are under way. */
         unsigned least = plan_credits(plan->seed, PLAIN), own = plan_credits(plan->seed, ROLES + process);
         least = own < least ? own : least;
         bool nested = below(&random, 4) == 0 && least >= 4 * plan->threads;
@@ -248,7 +248,7 @@ uint64_t key_back(uint64_t tag)
     return mix(tag ^ 0x6261636bu);
 }
 
-/* Cheap, for gigabytes of it: no two words of one key are alike, and none is that of a neighbour. */
+/* Cheap enough for gigabytes: no two words of one key are alike, and none equals that of a neighbour. */
 static uint64_t word(uint64_t key, size_t at)
 {
     uint64_t x = (key + at) * 0x9e3779b97f4a7c15u;

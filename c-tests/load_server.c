@@ -35,7 +35,7 @@ static void identify(struct svc_req *request, struct answer *answer)
         answer->uid = (uint32_t)((struct authunix_parms *)request->rq_clntcred)->aup_uid;
 }
 
-/* Calls back over this connection; how many callbacks have answered as they should. */
+/* Calls back over this connection; returns how many callbacks have answered as they should. */
 static uint32_t call_back(SVCXPRT *transport, const struct ask *ask)
 {
     struct back back = back_of(ask->extra);
@@ -88,7 +88,7 @@ static void fail(SVCXPRT *transport, uint32_t how)
 
 static void dispatch(struct svc_req *request, SVCXPRT *transport)
 {
-    /* While a call back waits this function is entered again: it has no state of its own. */
+    /* This function is entered again while a call back waits, so it keeps no state of its own. */
     struct ask ask = {0};
     struct answer answer = {0};
     if (request->rq_proc == NULLPROC) {
@@ -218,17 +218,17 @@ int serve_main(int argc, char **argv)
 
 /* ---- Proxies --------------------------------------------------------------------------------------------------------- */
 
-/* What happens to a connection when so many bytes have gone through it. */
+/* What happens to a connection after a certain number of bytes. */
 enum fate { PASS, RESET, CLOSE, END_THERE, END_BACK, STALL, TRICKLE, FATES };
 
-/* What a proxy does to its connections: slows all of them; or has each meet its fate after so many bytes; or after so much
- * time, if that comes first; or alters bytes too, but those of the startup. */
+/* What a proxy does to its connections: it slows all of them; or each meets its fate after a certain number of bytes; or
+ * after a certain time, if that comes first; or the proxy also alters bytes, except those of the startup. */
 enum manner { SLOWS, CUTS, SOON, FUZZES, MANNERS };
 static const char *const manner_names[MANNERS] = {"slow", "cut", "soon", "fuzz"};
 enum { STARTUP = 512 };
 
 
-/* Bytes of a slow connection each second, either way, and the microseconds that they take more than straight ones. */
+/* Bytes per second of a slow connection, either way, and the microseconds by which they are delayed. */
 enum { SLOW_RATE = 40 << 20, SLOW_DELAY = 1000 };
 
 enum { CONNECTIONS = 512, CHUNK = 64 << 10 };
@@ -265,7 +265,7 @@ static void relay_close(struct relay *relay, bool reset)
     *relay = relays[--relay_count];
 }
 
-/* What is soon on this machine. */
+/* The factor for what counts as soon on this machine. */
 static double patience(void)
 {
     const char *text = getenv("TEST_PATIENCE");
@@ -291,7 +291,7 @@ static void relay_open(int fd, unsigned port, enum manner manner, uint64_t seed)
         relay->directions[i] = calloc(1, sizeof *relay->directions[i]);
     if (manner != SLOWS) {
         relay->fate = (enum fate)plan_choice(seed, "fate", number, FATES);
-        /* Not in the startup: a moved client takes the server for one of tcp then. */
+        /* Not in the startup: a moved client would take the server for one of tcp then. */
         relay->until = STARTUP + ((uint64_t)1 << plan_choice(seed, "when", number, 20)) +
                        plan_choice(seed, "just when", number, 5000);
         if (manner >= SOON && relay->fate != PASS)
@@ -300,7 +300,7 @@ static void relay_open(int fd, unsigned port, enum manner manner, uint64_t seed)
     number++;
 }
 
-/* One byte of these, now and then. */
+/* Alters one of these bytes, now and then. */
 static void alter(char *bytes, size_t length, uint64_t seed)
 {
     static unsigned number;
@@ -309,7 +309,7 @@ static void alter(char *bytes, size_t length, uint64_t seed)
         bytes[plan_choice(seed, "where", number, length)] ^= (char)(1 << plan_choice(seed, "what", number, 8));
 }
 
-/* Something has come or may go. False: the connection is over. */
+/* Something has come, or can be sent. False: the connection is over. */
 static bool relay_move(struct relay *relay, enum manner manner, uint64_t seed, short from, short to)
 {
     uint64_t now = now_us();
@@ -405,7 +405,7 @@ int proxy_main(int argc, char **argv)
                 if (direction->start < direction->end && !waits)
                     both[!side].events |= POLLOUT;
             }
-            /* A descriptor that is asked for nothing would wake for its end again and again. */
+            /* A descriptor without requested events would wake poll(2) again and again once its peer has ended. */
             for (int side = 0; side < 2; side++) {
                 if (both[side].events == 0)
                     both[side].fd = -1;

@@ -1,4 +1,4 @@
-/* local.c: a test of the local provider: what its processes have in common, and the parts that any of them may have. See local.h.
+/* local.c: a test of the local provider: what its processes have in common, and the parts that any of them may play. See local.h.
  *
  *   local random-client SECONDS SEED   a client rewrites what it shares with a server, at random
  *   local random-server SECONDS SEED   a server does
@@ -7,16 +7,16 @@
  *   local stopped                      either end is stopped
  *   local handshake-client             other processes connect to the name at which a client waits
  *   local handshake-server             a client answers a server's offer with anything but a segment
- *   local silent-server                the same, and with nothing: ten seconds
+ *   local silent-server                the same, and with nothing at all: takes ten seconds
  *   local segment                      what a peer cannot do with the segment that it got
  *   local outbox                       long calls that their client gives up before the server decodes them
- *   local elsewhere                    a server whose loop is in another one, in a routine, or has been left
- *   local idle COUNT                   figures: so many idle connections, and after a call of 64 MiB
+ *   local elsewhere                    a server that runs another loop, stays in a routine, or has left its loop
+ *   local idle COUNT                   figures: with COUNT idle connections, and after a call of 64 MiB
  *   local server                       prints "READY port", and serves
  *   local client ADDRESS PORT          makes calls; prints "memory" or "no memory" for what they went through, and the error
  *
- * Linked with the library. PATIENCE: seconds that something may take longer than it would on an idle machine (2). NO_SEGMENTS:
- * what peers pass cannot be mapped. */
+ * Linked with the library. PATIENCE: by how many seconds anything may take longer than on an idle machine (2). NO_SEGMENTS: what
+ * peers pass cannot be mapped. */
 #define _GNU_SOURCE
 #include "local.h"
 #include <arpa/inet.h>
@@ -166,8 +166,8 @@ struct held holds(pid_t pid)
     return (struct held){descriptors(pid), mappings(pid, true), mappings(pid, false)};
 }
 
-/* Whether it comes to hold what it held: what its peers' ends leave to do takes a moment. The heap and its arenas may have
- * grown. */
+/* Whether a process comes to hold what it held before: cleaning up after its peers' ends takes a moment. The heap and its arenas
+ * may have grown. */
 bool holds_again(pid_t pid, const char *who, struct held before)
 {
     double until = now() + 5 * patience();
@@ -190,7 +190,7 @@ bool holds_again(pid_t pid, const char *who, struct held before)
 
 bool_t xdr_data(XDR *xdrs, struct data *data) { return xdr_bytes(xdrs, &data->bytes, &data->length, 65 << 20); }
 
-/* Its client may have given it up by now, and something else may lie where it was. */
+/* Its client may have given the call up by now, and something else may lie in its place. */
 static void note_late(const struct data *data, bool decoded)
 {
     bool alike = decoded && data->length == LONGEST && memcmp(data->bytes, data->bytes + 1, LONGEST - 1) == 0;
@@ -282,7 +282,7 @@ static bool guarded(const struct buffers *buffers, u_int length)
     for (int i = 0; i < GUARD; i++)
         if (buffers->guarded[i] != 0x6b)
             return false;
-    /* Behind the results there is nothing but the results of calls before. */
+    /* Between the results and the guard behind them lie results of earlier calls. */
     for (u_int i = GUARD + LONGEST; i < GUARD + LONGEST + GUARD; i++)
         if (buffers->guarded[i] != 0x6b)
             return false;
@@ -291,7 +291,7 @@ static bool guarded(const struct buffers *buffers, u_int length)
 
 u_int length_of_call(uint64_t *state)
 {
-    /* Two that are long, one after the other, and the second one goes by the outbox. */
+    /* When two long calls follow each other, the second one goes by the outbox. */
     static const u_int lengths[] = {0, 1, 100, 1000, 4096, 60000, 70000, 300000, 300001, 500000, LONGEST - 3, LONGEST};
     return lengths[next_random(state) % (sizeof lengths / sizeof *lengths)];
 }

@@ -1,9 +1,9 @@
-/* local.h: memory that two processes of one host share (RPCRDMA_PROVIDER=local): what only processes show.
+/* local.h: memory that two processes of one host share (RPCRDMA_PROVIDER=local): what can only be tested with processes.
  *
- * The process that is started (local.c) uses the library only in its children, each of which has one part: so every end is a
- * process. The tests are in local_hostile.c (memory that is rewritten at random), local_ends.c (processes that are killed, and
+ * The process that is started (local.c) uses the library only in its children, each of which plays one part, so that every end
+ * is a process. The tests are in local_hostile.c (memory that is rewritten at random), local_ends.c (processes that are killed or
  * stopped), local_handshake.c (how memory comes to be shared, and what a peer can do with it), local_loops.c (requests that are
- * decoded late, and a loop that is elsewhere) and local_idle.c (figures). */
+ * decoded late, and servers whose loop is elsewhere) and local_idle.c (figures). */
 #ifndef LOCAL_H
 #define LOCAL_H
 
@@ -16,12 +16,12 @@
 #include <sys/types.h>
 
 enum { PROG = 0x20004C59, LONGEST = 1 << 20 };
-/* Procedures: of which SINK says how many bytes came, and LATE the same after a while, of bytes that are all alike. NEST has
- * another loop in its routine, LEAVE leaves the loop, SLEEP keeps it, and CALL_BACK has a thread call back meanwhile. */
+/* Procedures. SINK says how many bytes came; LATE does too, after a while, and its bytes are all alike. NEST runs another loop in
+ * its routine, LEAVE leaves the loop, SLEEP holds it up, and CALL_BACK has a thread call back meanwhile. */
 enum { NOTHING, ECHO, SINK, LATE, NEST, LEAVE, SLEEP, CALL_BACK };
 /* What the library shares: a page of words, a ring behind it, and the outbox. */
 enum { HEAD = 4 << 10, RING = 4 << 20, OUTBOX = 4 << 20, SEGMENT = HEAD + RING + OUTBOX };
-/* Of the words, by their places. */
+/* The places of some of the words. */
 enum {
     PRODUCED = 0, BASE = 1, WIDE = 2, CONSUMED = 16, WAITS = 32, WANTS_ROOM = 33, COMPANY = 34, WOKEN = 48, RUNG = 49, SHOWN = 64
 };
@@ -33,20 +33,20 @@ enum {
 /* What the processes tell each other. */
 extern struct told {
     atomic_bool stop;
-    /* Of honest ends: calls that were answered rightly, in all, and connections over shared memory. */
+    /* By honest ends: calls that were answered correctly, in all, and connections over shared memory. */
     atomic_ulong right, shared;
-    /* Of ends whose peer is not honest, or is killed. */
+    /* By ends whose peer is not honest, or is killed. */
     atomic_ulong tried, answered, timed_out, connected;
-    /* The longest time that a call has taken beyond its own time-out, in microseconds; that of making a CLIENT. */
+    /* The longest time that a call has taken beyond its own time-out, in microseconds; and that creating a CLIENT has taken. */
     atomic_ulong late, connecting;
-    /* Of the hostile end. */
+    /* By the hostile end. */
     atomic_ulong rewritten, theirs;
-    /* Of calls that were decoded late: those that came whole, those of which something else was decoded, and the others. */
+    /* Calls that were decoded late: those that came whole, those for which something else was decoded, and the others. */
     atomic_ulong whole, mixed, refused;
     atomic_int tcp_port;
 } *told;
 
-/* A line of the result. */
+/* Prints a result line. */
 void __attribute__((format(printf, 2, 3))) check(bool good, const char *format, ...);
 /* Milliseconds. */
 double now(void);
@@ -59,9 +59,9 @@ void sow(uint64_t from, uint64_t part);
 uint64_t next_random(uint64_t *state);
 uint64_t below(uint64_t limit);
 
-/* A part, which ends with us. */
+/* Starts a part, which ends with this process. */
 pid_t part(void (*run)(int), int argument);
-/* Ends a part of which nothing is asked any more. */
+/* Ends a part that is no longer needed. */
 void end(pid_t pid);
 /* Whether a part has not ended. */
 bool lives(pid_t pid);
@@ -69,13 +69,13 @@ bool lives(pid_t pid);
 bool ends(pid_t pid, double milliseconds);
 
 int descriptors(pid_t pid);
-/* Mappings of a process: all, or those that it shares with peers. */
+/* Counts the mappings of a process: all, or only those that it shares with peers (`ours`). */
 int mappings(pid_t pid, bool ours);
 struct held {
     int descriptors, segments, mappings;
 };
 struct held holds(pid_t pid);
-/* Whether it comes to hold what it held. */
+/* Whether a process comes to hold what it held before. */
 bool holds_again(pid_t pid, const char *who, struct held before);
 
 struct data {
@@ -90,30 +90,30 @@ struct server {
 };
 struct server start_server(void (*run)(int));
 void serve(struct svc_req *request, SVCXPRT *xprt);
-/* The port goes to `to`; where that is standard output, with a word. */
+/* Writes its port to `to`; to the standard output, with a word before it. */
 void be_server(int to);
 
-/* NULL with rpc_createerr. */
+/* NULL on failure; rpc_createerr tells why. */
 CLIENT *try_to_connect(const char *address, int port);
-/* Or ends the process. */
+/* The same, but a failure ends the process. */
 CLIENT *connected(int port);
 
-/* What a client sends and gets: in between of bytes that nobody may touch. */
+/* What a client sends and gets; the latter lies between bytes that nobody may touch. */
 struct buffers {
     char *sent;
     char *guarded;
 };
 struct buffers make_buffers(void);
 u_int length_of_call(uint64_t *state);
-/* A call of `length` bytes; whether the answer is right, in *right. */
+/* Makes a call of `length` bytes; *right tells whether the answer is right. */
 enum clnt_stat echo(CLIENT *client, struct buffers *buffers, uint64_t *state, u_int length, long milliseconds, bool *right);
 
-/* Calls until it is told to stop, each of which has to be answered rightly. */
+/* Makes calls until it is told to stop; each has to be answered correctly. */
 void be_honest(int port);
 void *honest_thread(void *port);
-/* Waits until `count` calls of the honest ones have been answered from here on. */
+/* Waits until `count` more calls of the honest clients have been answered. */
 bool sees_answers(unsigned long count);
-/* Calls of which nothing is expected but that they end: makes a CLIENT anew when one has failed. Until it is told to stop. */
+/* Makes calls that need only end, until it is told to stop; creates a new CLIENT when one has failed. */
 void call_anyhow(int port);
 
 /* ---- local_hostile.c: the library's calls of mmap(2) come there ---- */

@@ -12,10 +12,11 @@
 
 /* ---- Processes that are killed ------------------------------------------------------------------------------------ */
 
-/* At any moment: in the startup, in the first calls, in the middle of them. `tried`: how often it was waited before. */
+/* Waits until a random moment: in the startup, in the first calls, in the midst of later ones. `tried`: how many waits there
+ * were before. */
 static void wait_at_random(int tried)
 {
-    /* Where too few of the latest have got as far as a connection, it takes longer here. */
+    /* Waits longer if too few of the latest processes have got as far as a connection. */
     static unsigned slowness = 1;
     static unsigned long before;
     if (tried % 16 == 15) {
@@ -53,7 +54,7 @@ void kill_clients(int count)
     end(server.pid);
 }
 
-/* Ports come from `from`, at the end a 0, and each is answered with a byte when the server there has gone. */
+/* Reads ports from `from`, a 0 being the last, and answers each with a byte when the server there has gone. */
 static int answers, honest_port;
 static void be_survivor(int from)
 {
@@ -122,7 +123,7 @@ void kill_servers(int count)
 
 /* ---- Processes that are stopped ----------------------------------------------------------------------------------- */
 
-/* Stopped for certain. */
+/* Returns when the process has stopped for certain. */
 static void stop(pid_t pid)
 {
     int status;
@@ -152,7 +153,7 @@ static void be_patient(int port)
             errx(1, "a call of %u bytes to a stopped server took %.0f ms: %s", lengths[i], took, clnt_sperror(client, "call"));
         told->tried++;
         REQUIRE(kill(stopped_server, SIGCONT) == 0);
-        /* What was asked for is answered late, to nobody; what is asked for now is answered. */
+        /* The earlier call is answered late, and nobody takes the answer; the new call is answered. */
         if (echo(client, &buffers, &state, lengths[i], 60000, &right) != RPC_SUCCESS || !right)
             errx(1, "after a server was stopped: %s", clnt_sperror(client, "call"));
         told->answered++;
@@ -171,7 +172,7 @@ void stopped(void)
 
     pid_t honest = part(be_honest, server.port);
     check(sees_answers(20), "an honest client calls");
-    /* Stopped in the midst of calls, of which every one is to be right nevertheless. */
+    /* This client is stopped in the midst of calls, each of which has to be answered correctly nevertheless. */
     pid_t sleeper = part(be_honest, server.port);
     sow(seed, 3);
     bool others = true, again = true;

@@ -1,4 +1,4 @@
-/* local_handshake.c: how two processes come to share memory, when others take part in it, and what can be done with it. See
+/* local_handshake.c: how two processes come to share memory while others interfere, and what can be done with that memory. See
  * local.h. */
 #define _GNU_SOURCE
 #include "local.h"
@@ -39,7 +39,7 @@ static socklen_t abstract(struct sockaddr_un *address, const unsigned char *publ
     return offsetof(struct sockaddr_un, sun_path) + 9 + SECRET;
 }
 
-/* Shows a secret of `length` bytes with so many descriptors. */
+/* Sends a secret of `length` bytes with `count` descriptors. */
 static bool show(int to, const unsigned char *secret, size_t length, const int *fds, int count)
 {
     _Alignas(struct cmsghdr) char control[CMSG_SPACE(253 * sizeof(int))] = {0};
@@ -56,7 +56,7 @@ static bool show(int to, const unsigned char *secret, size_t length, const int *
     return sendmsg(to, &message, MSG_NOSIGNAL) == (ssize_t)length;
 }
 
-/* What may be shown instead of a segment. */
+/* What may be sent instead of a segment. */
 enum thing {
     SILENCE, NO_DESCRIPTOR, SURPLUS, MANY, A_PIPE, UNSEALED, TRUNCATED, SHORTER, LONG_SECRET, SHORT_SECRET, A_SEGMENT, THINGS
 };
@@ -93,7 +93,7 @@ static bool show_thing(int to, enum thing thing, const unsigned char *secret)
     return shown;
 }
 
-/* Reads as much as there has to be of a frame of the startup; its length, or 0 if the connection ends before. */
+/* Reads a frame of the startup; returns its length, or 0 if the connection ends before that. */
 static size_t read_frame(int fd, unsigned char *frame)
 {
     size_t have = 0, want = FRAME;
@@ -108,7 +108,7 @@ static size_t read_frame(int fd, unsigned char *frame)
     }
     return have;
 }
-/* What follows the mark; NULL where there is none. */
+/* What follows the mark; NULL if there is no mark. */
 static const unsigned char *find_mark(const unsigned char *frame, size_t length, size_t bytes)
 {
     const unsigned char *at = memmem(frame, length, mark, 8);
@@ -164,7 +164,7 @@ static void *pass_on(void *pair)
     return NULL;
 }
 
-/* Whether everybody sees this name of a socket. */
+/* Whether everybody can see this name of a socket. */
 static bool name_is_seen(const unsigned char *public)
 {
     static char all[4 << 20];
@@ -181,7 +181,7 @@ static bool name_is_seen(const unsigned char *public)
     return memmem(all, length, name, 9 + SECRET) != NULL;
 }
 
-/* The client of these tests: connects when it is told to, calls, ends, and tells how it was. */
+/* The client of these tests: connects when it is told to, calls, ends, and reports the outcome. */
 struct outcome {
     bool connected, shared, right;
     double took;
@@ -214,8 +214,8 @@ static void be_waiter(int unused)
     }
 }
 
-/* Has the client connect to the server through us, who hold its Request back, know its secret, and connect to its name `count`
- * times with that thing. */
+/* Has the client connect to the server through us: we hold its Request back, know its secret, and connect to its name `count`
+ * times to send this thing. */
 static struct outcome connect_past(const struct server *server, int listener, int to, int from, enum thing thing, bool right,
                                    int count)
 {
@@ -233,11 +233,11 @@ static struct outcome connect_past(const struct server *server, int listener, in
     socklen_t size = abstract(&name, asked);
     for (int i = 0; i < count; i++) {
         squatters[i] = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-        /* The last ones find no place. */
+        /* There is no room for the last ones. */
         if (connect(squatters[i], (struct sockaddr *)&name, size) == 0)
             show_thing(squatters[i], thing, right ? asked + SECRET : secrets[0]);
     }
-    /* That of a connection before is what others are shown later. */
+    /* Later connections are sent the secret of this one. */
     memcpy(secrets[0], asked + SECRET, SECRET);
     pair[1] = connect_to(server->port);
     REQUIRE(send(pair[1], frame, length, MSG_NOSIGNAL) == (ssize_t)length);
@@ -258,7 +258,7 @@ void handshake_client(void)
     REQUIRE(pipe2(to, O_CLOEXEC) == 0 && pipe2(from, O_CLOEXEC) == 0);
     commands = to[0], outcomes = from[1];
     pid_t client = part(be_waiter, 0);
-    /* Its end is the end of what it tells. */
+    /* When the client ends, so does what it reports. */
     close(from[1]);
     pid_t honest = part(be_honest, server.port);
     check(sees_answers(20), "an honest client calls");
@@ -316,7 +316,7 @@ static void random_bytes(unsigned char *bytes, size_t count)
         bytes[i] = (unsigned char)below(256);
 }
 
-/* Sends a Request that asks for memory at this name. */
+/* Sends a Request for shared memory with this name. */
 static int ask(const struct server *server, const unsigned char *public, const unsigned char *secret)
 {
     unsigned char request[FRAME + 8 + 2 * SECRET] = "MPA ID Req Frame";
@@ -330,7 +330,7 @@ static int ask(const struct server *server, const unsigned char *public, const u
     return fd;
 }
 
-/* What a server offers who is asked for memory. */
+/* What a server offers when it is asked for memory. */
 static struct offer get_offer(const struct server *server)
 {
     unsigned char public[SECRET], own[SECRET], shown[SECRET + 1];
@@ -359,7 +359,7 @@ static void close_offer(const struct offer *offer)
     close(offer->tcp), close(offer->listener), close(offer->peer), close(offer->segment);
 }
 
-/* Has the server look at the answer that it was given beside this connection. */
+/* Makes the server look at the answer that it was given beside this connection. */
 static bool have_it_look(int tcp) { return send(tcp, "", 1, MSG_NOSIGNAL) == 1; }
 
 /* Whether the server ends this connection in time. */
@@ -367,7 +367,7 @@ static bool is_closed(int tcp, double milliseconds)
 {
     struct pollfd ended = {.fd = tcp, .events = POLLIN};
     char byte;
-    /* What it has said before that is not asked for. */
+    /* Anything that it has sent before that is discarded. */
     while (poll(&ended, 1, (int)milliseconds) == 1)
         if (recv(tcp, &byte, 1, 0) <= 0)
             return true;
@@ -400,7 +400,7 @@ void handshake_server(bool and_wait)
                   right ? "the right" : "another");
         }
     }
-    /* The way back leads nowhere, to another kind of socket, and to one that is full. */
+    /* The name leads nowhere, to another kind of socket, and to a socket that is full. */
     int fd = ask(&server, public, other);
     size_t length = read_frame(fd, silent.frame);
     check(length > 0 && find_mark(silent.frame, length, 0) == NULL && is_closed(fd, 1000 + patience()),
@@ -433,7 +433,7 @@ void handshake_server(bool and_wait)
 
 /* ---- The segment that a peer has ---------------------------------------------------------------------------------- */
 
-/* Another user than its owner's. */
+/* Whether a user other than its owner can write to it. */
 static bool other_user_writes(int fd)
 {
     int status;
@@ -479,13 +479,13 @@ void segment(void)
         check(ftruncate(writable, 0) < 0 && errno == EPERM && ftruncate(writable, 2 * SEGMENT) < 0,
               "its owner, who opens it for writing, cannot change its length");
         check(fcntl(writable, F_ADD_SEALS, F_SEAL_WRITE) < 0 && errno == EPERM, "nor its seals");
-        /* All of it is a hole: nobody dies of that. */
+        /* All of it becomes a hole: that kills nobody. */
         fallocate(writable, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, SEGMENT);
         int own = memory(SEGMENT, SEALS);
         REQUIRE(show(offer.peer, offer.secret, SECRET, &own, 1));
         _Atomic uint64_t *words = real_mmap(NULL, SEGMENT, PROT_READ | PROT_WRITE, MAP_SHARED, own, 0);
         REQUIRE(words != MAP_FAILED);
-        /* A message that is none. */
+        /* Announces bytes that are no message. */
         atomic_store(&words[PRODUCED], 4096);
         REQUIRE(have_it_look(offer.tcp));
         check(is_closed(offer.tcp, 1000 + patience()), "the server ends this connection when nonsense comes");

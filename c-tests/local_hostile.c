@@ -15,7 +15,7 @@
 
 static bool hostile;
 static pthread_mutex_t targets_lock = PTHREAD_MUTEX_INITIALIZER;
-/* Mappings of our own of what the library has mapped: they stay when it unmaps its. The last ones. */
+/* Our own mappings of the latest segments that the library has mapped: they stay when it unmaps its own. */
 enum { TARGETS = 8 };
 static struct target {
     unsigned char *at;
@@ -44,8 +44,8 @@ static void add_target(int fd)
 /* Segments that this process has mapped. */
 atomic_int mapped;
 
-/* The library's calls of mmap(2) come here. A hostile process of the same user, or root's, makes the peer's segment writable for
- * itself too: it is its owner. */
+/* The library's calls of mmap(2) come here. A hostile process of the same user, or of root, makes the peer's segment writable for
+ * itself too, as its owner may. */
 void *mmap(void *at, size_t length, int protection, int flags, int fd, off_t offset)
 {
     if (fd >= 0 && length == SEGMENT && (protection & PROT_WRITE) == 0 && getenv("NO_SEGMENTS") != NULL) {
@@ -130,7 +130,7 @@ static void *rewrite_all(void *unused)
             }
         }
         pthread_mutex_unlock(&targets_lock);
-        /* Some connections get on for a while; and the peers have a processor. */
+        /* So that some connections work for a while, and the peers get a processor. */
         uint64_t pause = next_random(&state) % 64;
         if (pause < 8)
             nanosleep(&(struct timespec){.tv_nsec = (long)(pause * pause * 10000)}, NULL);

@@ -1,4 +1,4 @@
-/* local_idle.c: what idle connections hold, and long calls. See local.h. */
+/* local_idle.c: what idle connections and long calls hold. See local.h. */
 #define _GNU_SOURCE
 #include "local.h"
 #include <fcntl.h>
@@ -34,7 +34,7 @@ static struct figures figures(pid_t pid)
     return figures;
 }
 
-/* Makes its connections, says so, and makes a long call each time that it is asked to. */
+/* Makes its connections, reports that, and makes a long call each time it is asked to. */
 static int idle_count, commands, outcomes;
 static void be_idle(int port)
 {
@@ -106,7 +106,7 @@ void idle(int count)
     const long given_back = 16 << 10;
     for (int stage = 0; stage < 4; stage++) {
         REQUIRE(write(to[1], "c", 1) == 1 && read(from[0], &byte, 1) == 1);
-        /* It takes the server a moment to see so many ends, to be done with its last call, or to see that no other one comes. */
+        /* The server takes a moment to see so many connections end, to finish its last call, or to see that no more calls come. */
         for (double until = now() + 10000 + patience(); now() < until;) {
             bool ended = stage < 3 || descriptors(server.pid) <= before[0].descriptors;
             if (ended && (stage == 0 || figures(server.pid).rss - quiet[0].rss < given_back))
@@ -127,7 +127,7 @@ void idle(int count)
                       stage == 1 ? "a call" : "several calls");
         }
     }
-    /* One that served the startup of the first connection may not have been closed then. */
+    /* A descriptor that served the startup of the first connection may not have been closed before. */
     bool same = figures(server.pid).descriptors <= before[0].descriptors &&
                 figures(client).descriptors <= before[1].descriptors && mappings(server.pid, true) + mappings(client, true) == 4;
     check(same, "what they hold afterwards is what they held");

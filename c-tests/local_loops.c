@@ -1,4 +1,5 @@
-/* local_loops.c: what a server finds that comes late to a request, and clients of one whose loop is elsewhere. See local.h. */
+/* local_loops.c: what a server finds when it comes late to a request, and clients of a server whose loop is elsewhere. See
+ * local.h. */
 #define _GNU_SOURCE
 #include "local.h"
 #include <arpa/inet.h>
@@ -20,7 +21,7 @@ static void be_hasty(int port)
     for (int i = 0; i < 120; i++) {
         struct data arguments = {LONGEST, bytes};
         u_int length = 0;
-        /* Some are waited for, and others given up: before the server has seen them, or when it is about to decode them. */
+        /* Some calls are waited for, and others given up: before the server has seen them, or when it is about to decode them. */
         long milliseconds = i % 4 == 0 ? 60000 : (long)below(14) + 1;
         struct timeval limit = {milliseconds / 1000, milliseconds % 1000 * 1000};
         memset(bytes, i + 1, LONGEST);
@@ -99,7 +100,7 @@ void serve_elsewhere(rpcproc_t what, SVCXPRT *xprt)
     }
 }
 
-/* Serves the same over TCP, and goes on when its loop is left. */
+/* Serves the same program over TCP too, and goes on when a routine leaves its loop. */
 static void be_elsewhere(int to)
 {
     struct sockaddr_in address;
@@ -119,7 +120,7 @@ static void answer_back(struct svc_req *request, SVCXPRT *xprt)
     (void)request;
     svc_sendreply(xprt, nil, NULL);
 }
-/* Calls without a pause, and serves calls back meanwhile. How long the longest call took, in told->late. */
+/* Calls without a pause, and serves calls back meanwhile. Records in told->late how long the longest call took. */
 static void be_busy(int port)
 {
     struct timeval limit = {60, 0};
@@ -172,7 +173,7 @@ void elsewhere(void)
         check(ends(busy, 70000), "its calls are answered");
         end(server.pid);
     }
-    /* Whether the loop was about to look is chance. */
+    /* Whether the loop was about to look is a matter of chance. */
     for (int i = 0; i < 8; i++) {
         struct server server = start_server(be_elsewhere);
         told->stop = false;

@@ -1,5 +1,5 @@
-/* The locks of Rust's standard library, for the thread sanitizer. That library comes compiled, and what it does is not seen:
- * of a lock, what happens where nobody else wants it is compiled with its user, and the rest is here once more
+/* The locks of Rust's standard library, for the thread sanitizer. That library comes compiled, so the sanitizer does not see what
+ * it does. The uncontended path of a lock is compiled into its user; the rest is implemented here once more
  * (tests/long/races.sh links it in).
  *
  * A mutex is 0 when it is free, 1 when it is taken, 2 when it is taken and others may wait. */

@@ -1,4 +1,4 @@
-/* svc_run(): what libtirpc's own does, the library's does too, over any netid.
+/* svc_run(): the library's does whatever libtirpc's own does, over any netid.
  *
  *   loop NETID [own [many]]     own: the library's svc_run is in the process; many: it has more than a few transports
  */
@@ -21,14 +21,14 @@
 #include <unistd.h>
 
 enum { PROG = 0x20004C50 };
-/* Procedures. Those behind REMEMBER do something to the connection that was remembered. */
+/* Procedures. Those from MUTE to PUT_FILE do something to the connection that REMEMBER has recorded. */
 enum { NOTHING, EXIT, FORK, REMEMBER, MUTE, UNMUTE, CLOSE, PUT_FILE, LISTEN };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
 static const struct timeval patient = {60, 0}, soon = {0, 300000};
 static const char *netid;
 static bool own;
-/* Listeners beside the one that is called. */
+/* Listeners besides the one that is called. */
 static int others;
 
 /* ---- The server -------------------------------------------------------------------------------------------------- */
@@ -49,7 +49,7 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         pid_t child = fork();
         REQUIRE(child >= 0);
         if (child == 0) {
-            /* It leaves the connection to its parent, and goes on in the loop with the listener. */
+            /* The child leaves the connection to its parent, and goes on in the loop with the listener. */
             xprt_unregister(xprt);
             return;
         }
@@ -121,7 +121,7 @@ static void tell(unsigned number)
     REQUIRE(write(STDOUT_FILENO, &number, sizeof number) == sizeof number);
 }
 
-/* How the server of a test runs, when it listens. */
+/* How the server of a test runs once it listens. */
 static void just_run(void)
 {
     svc_run();
@@ -136,7 +136,7 @@ static void *run_in_thread(void *unused)
     svc_run();
     return unused;
 }
-/* One that sleeps is cancelled, and the next one goes on. */
+/* A loop that sleeps is cancelled, and the next one goes on. */
 static void run_twice(void)
 {
     pthread_t thread;
@@ -147,7 +147,7 @@ static void run_twice(void)
     tell(port);
     svc_run();
 }
-/* A listener is made by another thread, while the loop sleeps: its port is told on standard output. */
+/* Another thread creates a listener while the loop sleeps, and prints its port on standard output. */
 static void run_beside_a_thread_that_listens(void)
 {
     pthread_t thread;
@@ -265,13 +265,13 @@ static void a_handler_ends_it_and_other_signals_do_not(void)
         REQUIRE(kill(server, SIGUSR1) == 0);
     }
     ask(client, NOTHING);
-    /* It sleeps by then, or looks at what svc_exit(3) leaves before it does. */
+    /* The loop sleeps by then, or looks at what svc_exit(3) leaves before it sleeps. */
     usleep(100000);
     REQUIRE(kill(server, SIGUSR2) == 0);
     has_ended();
 }
 
-/* Beside so many others. */
+/* Beside `idle` other connections. */
 static void muted_by_hand(int idle)
 {
     starts(just_run);
@@ -305,7 +305,7 @@ static void one_that_is_closed_by_hand_keeps_nobody_from_being_served(void)
     ask(other, REMEMBER);
     ask(client, CLOSE);
     ask(client, NOTHING);
-    /* The number is that of another connection now. */
+    /* The descriptor's number is now that of another connection. */
     CLIENT *next = connected();
     ask(next, NOTHING);
     ask(next, NOTHING);
@@ -319,7 +319,7 @@ static void a_file_in_the_table_keeps_nobody_from_being_served(void)
     CLIENT *client = connected(), *other = connected();
     ask(other, NOTHING);
     clnt_destroy(other);
-    /* Until that has its place back. */
+    /* Until the connection has its place back. */
     for (int i = 0; i < 100; i++)
         ask(client, NOTHING);
     ask(client, PUT_FILE);
@@ -363,7 +363,7 @@ static void a_thread_that_sleeps_in_it_can_be_cancelled(void)
     has_ended();
 }
 
-/* libtirpc's looks at what is registered when it wakes for something else. */
+/* libtirpc's svc_run() only looks at what is registered when it wakes for something else. */
 static void another_thread_makes_a_listener(void)
 {
     if (!own)

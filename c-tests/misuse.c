@@ -1,5 +1,5 @@
-/* misuse.c: NULL where there should be something, things out of order, things already gone. Where stock libtirpc
- * gives an error, so must we; where it would crash there is no test here. */
+/* misuse.c: NULL where there should be something, calls out of order, things already gone. Where stock libtirpc
+ * returns an error, so must we; where it would crash there is no test here. */
 #define _GNU_SOURCE
 #include "harness.h"
 #include "where.h"
@@ -80,7 +80,7 @@ static void descriptor_that_is_no_socket_is_an_error(long unused)
     REQUIRE(fcntl(fd, F_GETFD) >= 0);
 }
 
-/* Stock closes descriptor 0 for netids that it does not know. */
+/* Stock libtirpc closes descriptor 0 for netids that it does not know. */
 static void descriptor_zero_stays_open(long unused)
 {
     (void)unused;
@@ -109,7 +109,7 @@ static void descriptor_closed_under_a_client(long unused)
     require_echo(client, 100, 1);
     REQUIRE(clnt_control(client, CLGET_FD, (char *)&fd));
     close(fd);
-    /* A server that shares memory, and looks at it just now, serves what comes before it sees the end of the connection. */
+    /* A server that is just looking at shared memory may serve more calls before it sees the end of the connection. */
     double begun = now();
     while (suite_null_2(NULL, NULL, client) == RPC_SUCCESS)
         REQUIRE(leg.library && now() - begun < 5);
@@ -142,7 +142,7 @@ static void connection_shut_down_under_a_client(long unused)
     REQUIRE(clnt_control(client, CLGET_FD, (char *)&fd));
     signal(SIGPIPE, SIG_IGN);
     shutdown(fd, SHUT_RDWR);
-    /* Who shares memory with its peer may have an answer before either of them looks at the socket. */
+    /* A client that shares memory with its peer may have an answer before either of them looks at the socket. */
     while (suite_null_2(NULL, NULL, client) == RPC_SUCCESS)
         ;
     clnt_destroy(client);
@@ -207,7 +207,7 @@ static void addresses_that_are_none(long unused)
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         struct netbuf *address = uaddr2taddr(config, wrong[i]);
         TRACE("%s -> %p\n", wrong[i], (void *)address);
-        /* Some of these stock takes for an address; none may crash. */
+        /* Stock libtirpc takes some of these for addresses; none may crash. */
         if (address != NULL) {
             free(address->buf);
             free(address);

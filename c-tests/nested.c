@@ -1,12 +1,13 @@
-/* Dispatch routines that run the service loop themselves, or are left by a jump, while there is more to serve: further requests
- * of the same connection, whose CLIENT threads share, and of others that call without a pause. What the loop does in a routine
- * is what it does outside.
+/* Dispatch routines that run the service loop themselves, or that are left by longjmp(3), while there is more to serve: further
+ * requests of the same connection, whose CLIENT several threads share, and of other connections that call without a pause. The
+ * loop does the same inside a routine as outside.
  *
- *   nested NETID [WAY...]     shared: threads share a CLIENT, which over tcp has one call under way
- *                             turns: the program's loop is its own, and svc_run() otherwise
- *                             again, stops: only what has come with a jump, or svc_exit(3), before the first loop in a routine
+ *   nested NETID [WAY...]     shared: threads share a CLIENT, which over tcp has one call under way at a time
+ *                             turns: the program runs a loop of its own; otherwise svc_run()
+ *                             again, stops: only requests that have come together with a jump, or with svc_exit(3), before the
+ *                             first loop in a routine
  *                             leaks: only whether memory is left behind
- *                             ADDRESS: of this host, 127.0.0.1 otherwise */
+ *                             ADDRESS: one of this host's; otherwise 127.0.0.1 */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dirent.h>
@@ -28,9 +29,9 @@
 
 enum { PROG = 0x20004C54 };
 /* Procedures. MEET runs the loop until MANY are inside, INNER until a FINISH has come. GATE waits for the clients, HOLD until
- * something has come at the listener and at one connection. PUT_OFF is answered by ANSWER, LATER by a thread, and SILENT never. SLOW takes more time than the loop takes for the same thing. LEAVE jumps out of the loop, and
- * so do the xdrprocs of ARGUMENTS and RESULTS;
- * STOP ends it, and it goes on with what has been KNOWN. */
+ * something has come at the listener and at one connection. PUT_OFF is answered by ANSWER, LATER by a thread, and SILENT never.
+ * SLOW takes more time than the loop takes for the same thing. LEAVE jumps out of the loop, and so do the xdrprocs of ARGUMENTS
+ * and RESULTS. STOP ends the loop, which then goes on with the transports that KNOWN has recorded. */
 enum { ECHO = 1, MEET, INNER, FINISH, GATE, PUT_OFF, ANSWER, SILENT, SLOW, LEAVE, TELL, KNOWN, STOP, MEMORY, HOLD, LATER, ARGUMENTS, RESULTS };
 enum { MANY = 3 };
 
@@ -73,7 +74,7 @@ static void answer(SVCXPRT *xprt, u_int number)
     REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&number));
 }
 
-/* Answers what was put off last, sooner or later. */
+/* Answers the request that was put off last, at once or after a varying delay. */
 static void *answers_later(void *unused)
 {
     for (u_int round = 0;; round++) {
@@ -222,7 +223,7 @@ static CLIENT *connected(void)
     CLIENT *client = clnt_tli_create(RPC_ANYFD, netconfig, &to, PROG, 1, 0, 0);
     if (client == NULL)
         errx(1, "%s", clnt_spcreateerror("clnt_tli_create"));
-    /* The first reply tells the credits. */
+    /* The first reply grants the credits. */
     ask(client, ECHO, 1);
     return client;
 }
@@ -328,7 +329,7 @@ static void busy(void)
     printf("ok    a routine runs the loop while another client calls without a pause\n");
 }
 
-/* One after the other behind the gate, so that they are read together. */
+/* Sends the calls one after the other while the gate is closed, so that they are read together. */
 static void together(const u_int *procedures, u_int count)
 {
     struct caller *gate = begin_with(second, GATE, count);
@@ -346,7 +347,7 @@ static void jumps(void)
     for (u_int round = 0; round < 20; round++) {
         together(leave, 2);
         await(&is_told);
-        /* And while another one is put off. */
+        /* The same while another request is put off. */
         struct caller *late = begin(PUT_OFF, 20);
         await(&is_inside);
         send_only(first, LEAVE);
@@ -370,7 +371,7 @@ static int descriptors(void)
     return count;
 }
 
-/* A request whose xdrproc is left does not keep its connection when that has ended. */
+/* A request whose xdrproc is left by a jump does not keep its connection once that has ended. */
 static void xdrprocs(void)
 {
     int before = descriptors();
@@ -411,7 +412,7 @@ static void stops(void)
     printf("ok    a routine runs the loop after svc_exit\n");
 }
 
-/* Of a program and of a version that are not there. */
+/* Calls of a program and of a version that are not there. */
 static void unknown(void)
 {
     u_int unused, program = PROG + 1, version = 9, same = PROG, one = 1;
@@ -433,7 +434,7 @@ static void unknown(void)
     printf("ok    a request that was put off is answered behind calls of programs that are not there\n");
 }
 
-/* The same, by a thread at any time meanwhile. */
+/* The same, while a thread answers at any time. */
 static void unknown_meanwhile(void)
 {
     u_int unused, program = PROG + 1, same = PROG;
@@ -457,7 +458,7 @@ static void *finishes(void *unused)
     return unused;
 }
 
-/* Who has connected meanwhile is accepted once, by the loop in the routine or by the one outside. */
+/* A client that has connected meanwhile is accepted once, by the loop in the routine or by the one outside. */
 static void accepts(void)
 {
     pthread_t thread;
@@ -484,8 +485,8 @@ static u_int memory(void)
     return bytes;
 }
 
-/* Connections whose server has jumped out of a routine. The library may keep something of the latest thousand of them: what was
- * put off may still be answered. */
+/* Connections whose server has jumped out of a routine. The library may keep something of the latest thousand of them, since
+ * requests that were put off may still be answered. */
 static void leave_behind(u_int count)
 {
     for (u_int i = 0; i < count; i++) {
@@ -503,7 +504,7 @@ static void leaks(void)
     u_int before = memory();
     leave_behind(MANY_MORE);
     int grown = (int)(memory() - before);
-    /* A megabyte is what the library's pools may have grown by. */
+    /* The library's pools may have grown by a megabyte. */
     if (grown >= MANY_MORE * 500)
         errx(1, "%d connections have left %d bytes behind", MANY_MORE, grown);
     printf("ok    a jump out of a routine leaves no memory behind\n");

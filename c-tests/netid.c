@@ -1,14 +1,14 @@
 /*
- * What a program sees of the netids "rdma" and "rdma6" through libtirpc's own names: run by tests/netid.sh with the
- * library preloaded. It is linked with libtirpc alone.
+ * What a program sees of the netids "rdma" and "rdma6" through libtirpc's own functions. Run by tests/netid.sh with the
+ * library preloaded; linked with libtirpc alone.
  *
  *   netid entries                    getnetconfigent, addresses, fd 0 left open
  *   netid serve NETTYPE [reg|legacy] svc_create, rpc_reg, or svctcp_create + svc_register; prints READY
- *   netid beside PORT HOW [tcp]      udp on a socket of its own, and as asked tcp on the same port; HOW: plain, or
+ *   netid beside PORT HOW [tcp]      udp on a socket of its own, and if asked tcp on the same port; HOW: plain, or
  *                                    served by a daemon, or by two workers
  *   netid listen PORT                a TCP listener that has nothing to do with RPC
  *   netid call HOST VERSION NETTYPE  clnt_create and the null procedure
- *   netid many HOST NUMBER NETTYPE   as many CLIENTs at a time, each with a call
+ *   netid many HOST NUMBER NETTYPE   NUMBER CLIENTs at a time, each with a call
  *   netid getaddr HOST VERSION       rpcb_getaddr on netid "rdma"
  *   netid rpc_call HOST NETTYPE      rpc_call of procedure 1, which adds one
  *   netid rpcbind NETID              rpcbind itself: by name, by rpcb_getaddr and by its address
@@ -88,7 +88,7 @@ static void entry(const char *netid, const char *family, const char *uaddr)
     freenetconfigent(nconf);
 }
 
-/* rpcbind is not there over RDMA: by name there is nothing, and at its address a CLIENT that says what it is. */
+/* There is no rpcbind over RDMA: by name nothing is found, and at its address there is a CLIENT that says what it is. */
 static int rpcbind(const char *netid)
 {
     struct timeval timeout = {5, 0};

@@ -1,6 +1,6 @@
 /* placement.c: direct data placement through the library's own C API, linked with -lrpcrdma: bindings written in C,
- * buffers of the program's for results and arguments, registered memory. What was copied is read from the counters of
- * both ends. A server in a child process, on a port of the system's choice. Run by tests/placement.sh. */
+ * the program's own buffers for results and arguments, registered memory. What was copied is read from the counters of
+ * both ends. The server is a child process, on a port of the system's choice. Run by tests/placement.sh. */
 #include <rpcrdma.h>
 
 #include <arpa/inet.h>

@@ -1,8 +1,8 @@
-/* A server and a client of netid "rdma" that need nothing of libtirpc but what this library has, too: as a plugin, which brings
+/* A server and a client of netid "rdma" that need nothing of libtirpc but what this library has too: as a plugin, which brings
  * libtirpc into a program that was started without it, and as a program that is linked with nothing but this library.
  *
- * preload: serves, calls, and says over which netid.
- * preload PLUGIN: loads it, and has it do so (HOST). */
+ * preload: serves, calls, and prints over which netid.
+ * preload PLUGIN: loads the plugin, and has it do so (HOST). */
 #include <dlfcn.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -40,7 +40,7 @@ static const char *failed(const char *what)
     return NULL;
 }
 
-/* Over which netid a call has gone; NULL with a word on stderr. */
+/* Returns the netid over which a call has gone; or NULL, with the reason on stderr. */
 const char *serve_and_call(void)
 {
     static char netid[16];
@@ -53,7 +53,7 @@ const char *serve_and_call(void)
     if (!svc_reg(xprt, PROG, VERS, dispatch, NULL))
         return failed("svc_reg");
 #ifdef COPIES
-    /* libtirpc's variables are this program's own copies: it, libtirpc and the library must mean the same. */
+    /* This program has copies of libtirpc's variables: the program, libtirpc and the library must use the same ones. */
     if (svc_max_pollfd < 1 || svc_pollfd[svc_max_pollfd - 1].fd != xprt->xp_fd)
         return failed("svc_pollfd");
 #endif

@@ -11,11 +11,11 @@
 #   linked     linked with the library through pkg-config; STAGED names the staged install
 #              (make install DESTDIR=...); the programs name "rdma"
 #
-# helgrind looks for races and for wrong uses of locks; what it cannot know is in helgrind.supp. asan instruments the programs; sanitized does it for a library that is instrumented too (sanitized.sh): SANITIZER names it,
-# and RUNTIME the file of its runtime.
+# helgrind looks for races and for misuse of locks; helgrind.supp lists what it cannot know. asan instruments the programs;
+# sanitized does so for a library that is instrumented too (sanitized.sh): SANITIZER names the sanitizer, and RUNTIME its runtime.
 #
-# As root the tests run in a private network with an rpcbind of their own. An ordinary user has no rpcbind; what needs
-# one is skipped. Prints one line per test and "N passed, N failed, N skipped". CC chooses the compiler.
+# As root the tests run in a private network with an rpcbind of their own. An ordinary user has no rpcbind, and tests that
+# need one are skipped. Prints one line per test and "N passed, N failed, N skipped". CC chooses the compiler.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ -z "${SUITE_IN_NS:-}" ] && bash "$here/../tests/ns.sh" --possible >/dev/null; then
     SUITE_IN_NS=1 exec bash "$here/../tests/ns.sh" bash "${BASH_SOURCE[0]}" "$@"
@@ -30,7 +30,7 @@ case $leg in
 tcp) suite_flags=(-n tcp) ;;
 rdma) suite_flags=(-n rdma -L) environment=(LD_PRELOAD="$LIBRPCRDMA") ;;
 placed)
-    # More messages have chunks.
+    # A shorter inline threshold, so that more messages have chunks.
     suite_flags=(-n rdma -L -B)
     environment=(LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_BINDINGS="$here/suite.conf" RPCRDMA_INLINE=4096)
     ;;
@@ -56,7 +56,7 @@ case $leg in rdma | redirect | placed | two | threads | local) [ -r "$LIBRPCRDMA
 
 case $tool in
 asan)
-    # The frames of a cancelled thread stay marked as in use; the sanitizer trips over them itself when it takes back the
+    # The stack frames of a cancelled thread stay marked as in use; the sanitizer itself trips over them when it frees the
     # thread's signal stack.
     make_flags+=(SANITIZE=yes) suite_flags+=(-s) environment+=(ASAN_OPTIONS=detect_leaks=0:use_sigaltstack=0)
     ;;

@@ -3,8 +3,8 @@
 # AddressSanitizer (address) or ThreadSanitizer (thread). Legs: iwarp, threads (four threads of the server serve), local
 # (shared memory), local-threads; without arguments all of them.
 #
-# The sanitizers of rustc are unstable and want the standard library's sources (rustup component add rust-src):
-# RUSTC_BOOTSTRAP=1 has a stable rustc do it. Who lacks them, or clang, is told so, and nothing runs.
+# The sanitizers of rustc are unstable and need the standard library's sources (rustup component add rust-src);
+# RUSTC_BOOTSTRAP=1 lets a stable rustc use them. Where the sources or clang are missing, this is reported and nothing runs.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/.." && pwd)
 sanitizer=${1:-}
@@ -23,9 +23,9 @@ type -P clang >/dev/null || skip "clang is not installed"
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/rpcrdma.XXXXXX")
 trap 'rm -rf "$scratch"' EXIT
 target=${CARGO_TARGET_DIR:-$root/target}/sanitized-$sanitizer
-# A copy of the sources: `make` keeps its library in build/, and this one is nobody else's.
+# A copy of the sources: `make` keeps its library in build/, and this library is for nobody else.
 tar -C "$root" --exclude=./target --exclude=./build --exclude=./.git -cf - . | tar -C "$scratch" -xf -
-# What the runtime defines comes from the program. Without fat LTO: hours less, and the same code.
+# What the runtime defines comes from the program. Without fat LTO, which would take hours more, for the same code.
 build() {
     RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=$sanitizer -Cforce-frame-pointers=yes" CARGO_PROFILE_RELEASE_LTO=off \
         CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 make -s -C "$scratch" CARGO="$cargo" CC=clang LDFLAGS="-Wl,-z,undefs" \

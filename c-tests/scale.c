@@ -1,12 +1,12 @@
 /* Many idle connections: what they cost the server of bench.c, and the one client that calls.
  *
  *   scale idle NETID PORT PID COUNT    COUNT connections that have made a call, beside one that calls. Prints, in this
- *       order: the microseconds of a null call alone, beside them, and when they are gone; those of connecting with a first call,
- *       and of closing; the server's resident KiB alone, beside them, and when they are gone; its mappings, the same.
+ *       order: the microseconds of a null call alone, beside them, and after they are gone; those of connecting with a first
+ *       call, and of closing; the server's resident KiB alone, beside them, and after they are gone; its mappings, likewise.
  *   scale silent NETID PORT PID COUNT  TCP connections that say nothing, and a fifth as many that send one byte. Prints the same
  *       three times of a null call, and whether the server has closed all of them within 20 seconds: 1 or 0.
- *   scale full NETID PORT PID COUNT    COUNT connections for a server that has not so many descriptors: prints how many of
- *       them it serves, and how many it does when half of these are gone.
+ *   scale full NETID PORT PID COUNT    COUNT connections to a server that has fewer descriptors: prints how many of them it
+ *       serves, and how many when half of these are gone.
  */
 #include <arpa/inet.h>
 #include <err.h>
@@ -68,7 +68,7 @@ static int compare(const void *a, const void *b)
     return one < other ? -1 : one > other;
 }
 
-/* The best of some medians: others use the machine too. */
+/* The best of several medians: others use the machine too. */
 static double latency(CLIENT *client)
 {
     static double times[CALLS];
@@ -133,7 +133,7 @@ static void idle(int count)
                 clnt_destroy(all[i]);
         }
         *(stage == 1 ? &connects : &closes) = (now() - before) / count;
-        /* What came before it has been seen to when this is answered. */
+        /* When this is answered, everything that came before has been dealt with. */
         call(one);
         times[stage] = latency(one), kib[stage] = resident(), maps[stage] = mappings();
     }

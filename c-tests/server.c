@@ -9,11 +9,11 @@
  *   -l run | poll | select | common: svc_run; own loops over svc_pollfd, svc_fdset, svc_getreq_common
  *   -f forks after creating and serves in the child    -r registers with rpcbind (tli, tlifd, svctcp)
  *   -i ignores SIGPIPE, as a server on stock libtirpc must
- *   -g serves RPCSEC_GSS under this name                -d so many descriptors, and a limit to the records of a connection:
- *      libtirpc closes idle connections then
+ *   -g serves RPCSEC_GSS under this name                -d only that many descriptors, and a limit to the records of a
+ *      connection: libtirpc closes idle connections then
  *
- * Prints "READY port pid"; after that one 'B' whenever a blocking procedure is entered. Each byte on standard input
- * lets one of those go on. */
+ * Prints "READY port pid", and then a 'B' whenever a blocking procedure is entered. Each byte on standard input lets one
+ * of these procedures go on. */
 #define _GNU_SOURCE
 #include "suite.h"
 #include "where.h"
@@ -127,7 +127,7 @@ bool_t suite_next_source_2_svc(void *argument, suite_blob *result, struct svc_re
     return suite_source_2_svc(&length, result, request);
 }
 
-/* Static results, as many servers have them: the next call, or as here the end of this one, changes them. */
+/* Static results, as many servers have them: the next call changes them, or, as here, the end of this one. */
 bool_t suite_static_source_2_svc(u_int *byte, suite_blob *result, struct svc_req *request)
 {
     static char bytes[1 << 20];
@@ -139,7 +139,7 @@ bool_t suite_static_source_2_svc(u_int *byte, suite_blob *result, struct svc_req
     return FALSE;
 }
 
-/* A request that is answered after its dispatch routine has returned: by another thread, where several serve. */
+/* A request that is answered after its dispatch routine has returned; by another thread where several threads serve. */
 static SVCXPRT *_Atomic deferred;
 static _Atomic u_int deferred_length;
 
@@ -315,7 +315,7 @@ bool_t suite_reply_and_destroy_2_svc(void *argument, void *result, struct svc_re
     return FALSE;
 }
 
-/* As ypserv does for YPPROC_ALL: the child answers on the parent's connection and leaves. */
+/* As ypserv does for YPPROC_ALL: the child answers on the parent's connection and exits. */
 bool_t suite_child_replies_2_svc(suite_blob *argument, suite_blob *result, struct svc_req *request)
 {
     *result = (suite_blob){0};
@@ -496,7 +496,7 @@ static char *rpc_reg_twice(char *argument)
     return (char *)&result;
 }
 
-/* Returns the port, or 0 where only rpcbind knows it. */
+/* Returns the port, or 0 if only rpcbind knows it. */
 static unsigned create(const char *how, bool with_rpcbind)
 {
     if (strcmp(how, "svc_create") == 0) {

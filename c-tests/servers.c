@@ -1,4 +1,4 @@
-/* servers.c: every way to create a server's transports, under every kind of loop, before and after a fork; and what
+/* servers.c: every way to create a server's transports, with every kind of loop, before and after a fork; and what
  * a server may do to its clients. */
 #define _GNU_SOURCE
 #include "harness.h"
@@ -80,7 +80,7 @@ static void server_that_exits_right_after_its_reply_has_replied(long unused)
     }
 }
 
-/* Its client takes nothing of the last answer for longer than any reply waits, and more is left than a socket holds. */
+/* The client takes nothing of the last reply for longer than any reply waits, and more of it is left than a socket holds. */
 static void what_a_server_has_answered_arrives_whatever_it_does_then(long end)
 {
     suite_last last = {.length = 12 << 20, .end = (suite_end)end};
@@ -122,7 +122,7 @@ static void *serve_for_ever(void *unused)
     return NULL;
 }
 
-/* Whatever stands in front of svc_run lets the end of its thread through. */
+/* Whatever stands in front of svc_run lets a cancellation through. */
 static void a_thread_in_svc_run_can_be_cancelled(long unused)
 {
     (void)unused;
@@ -205,7 +205,7 @@ static void idle_connections_make_room(long unused)
     REQUIRE(suite_null_2(NULL, NULL, clients[0]) != RPC_SUCCESS);
     for (int i = CLIENTS - 10; i < CLIENTS; i++)
         REQUIRE_STATUS(suite_null_2(NULL, NULL, clients[i]), RPC_SUCCESS);
-    /* Those that never say a word, too: as many as there is room for, and then others. */
+    /* Connections that never send anything, too: as many as there is room for, and then more. */
     for (int i = 0; i < CLIENTS && !leg.adapter; i++) {
         int fd = socket(AF_INET, SOCK_STREAM, 0);
         REQUIRE(fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address) == 0);
@@ -229,7 +229,7 @@ static void *keep_busy(void *client)
     return NULL;
 }
 
-/* How many calls of a client that always has some under way are served in a row beside another one. */
+/* How many calls of a client that always has some under way are served in a row while another client calls. */
 static u_int in_a_row(void)
 {
     struct server server = server_start("-c", "tli", NULL);
@@ -248,7 +248,7 @@ static u_int in_a_row(void)
     return longest;
 }
 
-/* Another one gets its turn after one or two of them. Where it had no processor meanwhile, it had no call to be served. */
+/* The other client gets its turn after one or two of them; unless it had no processor meanwhile, and so no call to be served. */
 static void busy_client_leaves_turns_to_another(long unused)
 {
     (void)unused;
@@ -331,7 +331,7 @@ static void dead_connection_raises_no_sigpipe(long unused)
     clnt_destroy(client);
 }
 
-/* Clients that die in the middle of things are the server's daily bread. */
+/* Clients that die in the middle of things are everyday business for a server. */
 static void server_survives_clients_that_are_killed(long unused)
 {
     (void)unused;
@@ -394,7 +394,7 @@ static int polled(void)
     return count;
 }
 
-/* A listener that comes to nothing is not polled, holds no descriptor, and leaves the program's own socket alone. */
+/* A listener that cannot be created is not polled, holds no descriptor, and leaves the program's own socket alone. */
 static void listener_that_cannot_be_made_leaves_nothing_behind(long own)
 {
     struct netconfig *config = getnetconfigent("rdma");

@@ -1,9 +1,9 @@
-/* soak.c: starts the soak, injures it, and judges. See soak.h.
+/* soak.c: starts the soak, injects faults, and judges. See soak.h.
  *
  *   load soak -d DIR -l LIBRARY -b BINDINGS [-D iwarp|local|rxe|siw] [-t SECONDS] [-k SECONDS] [-s SEED] [-H HOSTILE]
  *
- * -k: how often a server is killed (20, 0: never). -H: the program of hostile clients, tests/bad_peers. LOAD_ADDRESS: where the
- * servers are. SOAK_SLOW: the milliseconds after which gdb shows what becomes of a call that nothing is in the way of.
+ * -k: seconds between kills of a server (20; 0: never). -H: the program of hostile clients, tests/bad_peers. LOAD_ADDRESS: where
+ * the servers are. SOAK_SLOW: the milliseconds after which gdb shows where a call hangs that nothing should hold up.
  * Prints a table and then result lines, "ok" or "FAIL"; complaints go to the standard error. */
 #define _GNU_SOURCE
 #include "soak.h"
@@ -34,7 +34,7 @@ const char *const shape_names[SHAPES] = {"small", "large", "placed", "crowd",   
 
 uint32_t soak_check(const struct ask *ask)
 {
-    /* Zeros are no call: a client that rewrites its shared memory makes them. */
+    /* All zeros must not pass for a call: a client that rewrites its shared memory produces them. */
     uint64_t sum = ask->tag ^ SOAK_CHECK;
     sum = (sum ^ ask->want) * 0x9e3779b97f4a7c15u;
     sum = (sum ^ sum >> 32 ^ ask->delay) * 0x9e3779b97f4a7c15u;
@@ -165,7 +165,7 @@ static void __attribute__((format(printf, 1, 2))) complain(const char *format, .
 
 static void set(const char *name, const char *value) { setenv(name, value, 1); }
 
-/* What all processes with the library have. */
+/* The settings of every process with the library. */
 static void settings(const char *provider, unsigned process)
 {
     char text[32];
@@ -181,7 +181,7 @@ static bool on_adapters(void) { return strcmp(device, "rxe") == 0 || strcmp(devi
 
 static enum route route_of(enum shape shape) { return (shape + seed) % 2 == 0 ? DIRECT : PROXIED; }
 
-/* An adapter is reached directly only, and once it was not there a client remembers that for a while: so half of the
+/* An adapter can only be reached directly, and a client that did not reach one remembers that for a while. So half of the
  * clients go over adapters, and the others through the proxies. */
 static const char *routes_of(enum shape shape)
 {
@@ -190,7 +190,7 @@ static const char *routes_of(enum shape shape)
     return shape == S_DOOMED || (shape < HONEST && route_of(shape) == DIRECT) ? "direct" : "proxied";
 }
 
-/* Whose bytes a proxy alters. Checksums tell all that but the last of these. */
+/* Whether a proxy alters this client's bytes. Checksums reveal that to all of these clients but the last. */
 static bool altered(enum shape shape)
 {
     return shape == S_SMALL || shape == S_LARGE || shape == S_TWO || shape == S_ALTERED;
@@ -199,7 +199,7 @@ static bool altered(enum shape shape)
 static void client_settings(enum shape shape)
 {
     bool verbs = on_adapters(), local = strcmp(device, "local") == 0;
-    /* Where memory is shared little goes through proxies: some clients send all there is. */
+    /* Where memory is shared, little goes through proxies. So some clients send everything there. */
     bool streams = shape == S_TWO || shape == S_MOVED || shape == S_ALTERED;
     bool adapter = verbs && strcmp(routes_of(shape), "direct") == 0;
     settings(adapter ? "verbs" : local && !streams ? "auto" : "iwarp", 100 + (unsigned)shape);
@@ -225,14 +225,14 @@ enum { CRAMPED_MEMORY = 256 << 20 };
 
 static void server_settings(enum target target)
 {
-    /* Beside an iWARP adapter, which has the port for itself, there is no software iWARP; it speaks the same protocol. */
+    /* An iWARP adapter has the port for itself, so there is no software iWARP beside it; it speaks the same protocol. */
     settings(strcmp(device, "iwarp") == 0 ? "iwarp" : strcmp(device, "siw") == 0 ? "verbs" : "auto", (unsigned)target);
     set("RPCRDMA_VERSION", "auto");
     /* A peer whose binding is another one, or none, is no error. */
     if (target == STEADY)
         set("RPCRDMA_BINDINGS", bindings);
     if (target == CRAMPED) {
-        /* The descriptors of some dozens of connections; the memory of some long calls. */
+        /* Descriptors for some dozens of connections; memory for some long calls. */
         struct rlimit descriptors = {40, 40}, memory = {CRAMPED_MEMORY, CRAMPED_MEMORY};
         set("RPCRDMA_MAX_PULLED", "64M");
         set("MALLOC_ARENA_MAX", "2");
@@ -271,7 +271,7 @@ static struct child start(const char *name, unsigned number, void (*prepare)(uns
     return (struct child){.pid = pid, .in = in[1], .out = out[0]};
 }
 
-/* The next byte that a child says; 0 when it went away, or said nothing for two minutes. */
+/* The next byte that a child writes; 0 when it has gone, or has written nothing for two minutes. */
 static char hear(struct child *child)
 {
     struct pollfd ready = {.fd = child->out, .events = POLLIN};
@@ -332,7 +332,7 @@ static void start_server(enum target target)
     snprintf(number, sizeof number, "%d", (int)target);
     snprintf(port, sizeof port, "%u", known);
     char *argv[] = {"load", "soak-serve", number, port, (char *)directory, NULL};
-    /* The kernel's siw may hold the port of a server that was killed a while longer. */
+    /* The kernel's siw may hold the port of a killed server for a while. */
     uint64_t until = now_us() + (known == 0 ? 0 : 30000000);
     do {
         servers[target] = start(target_names[target], (unsigned)target, prepare_server, argv);
@@ -365,7 +365,7 @@ static void prepare_hostile(unsigned turn)
     set("SOAK_SEED", text);
 }
 
-/* Hostile clients: from one rest to the next. */
+/* Hostile clients run from one pause of the soak to the next. */
 static void start_hostile(void)
 {
     char *argv[] = {(char *)hostile_program, "--ignored", "--exact", "soak::hostile_clients", "--nocapture", NULL};
@@ -435,7 +435,7 @@ static void hang(enum shape shape, const char *what)
     end(&clients[shape]);
 }
 
-/* Whether a child has ended by itself. */
+/* Checks whether a child has ended by itself. */
 static void look_after(struct child *child, const char *what, const char *name)
 {
     int status;
@@ -457,7 +457,7 @@ static void look_after_all(void)
         if (servers[target].pid == 0 && target != DYING)
             start_server(target);
     }
-    /* What has rewritten its own memory may come to grief itself. */
+    /* A client that has rewritten its own shared memory may crash of that. */
     if (strcmp(device, "local") == 0 && clients[S_DOOMED].pid > 0 && waitpid(clients[S_DOOMED].pid, NULL, WNOHANG) > 0)
         forget(&clients[S_DOOMED]);
     for (enum shape shape = 0; shape < SHAPES; shape++) {
@@ -476,7 +476,7 @@ static void look_after_all(void)
     }
 }
 
-/* Has all clients do something, and hears that they have. */
+/* Has all clients do something, and waits until they report it done. */
 static void together(char byte, char answer)
 {
     for (enum shape shape = 0; shape < SHAPES; shape++)
@@ -492,7 +492,7 @@ static void together(char byte, char answer)
     }
 }
 
-/* All have come to rest. What they hold, when what ends has ended. */
+/* All clients are at rest. Records what the processes hold once everything that ends has ended. */
 static void sample(void)
 {
     for (enum target target = 0; target < TARGETS; target++) {
@@ -501,8 +501,8 @@ static void sample(void)
             tell(&servers[target], 'T');
             hear(&servers[target]);
             *now = held_by(servers[target].pid);
-            /* A server sees the end of a connection when its loop comes to it; the first time nothing tells what there
-             * is to be. */
+            /* A server sees the end of a connection when its loop gets to it. For the first sample nothing tells how
+             * many there should be. */
             if (sample_count > 0 ? now->descriptors <= first->descriptors : tries >= 40)
                 break;
             usleep(50000);
@@ -515,7 +515,7 @@ static void sample(void)
     sample_count++;
 }
 
-/* They tell how they have fared by their status. */
+/* Their exit status tells how they have fared. */
 static void end_hostile(void)
 {
     int status = 0;
@@ -538,7 +538,7 @@ static void end_hostile(void)
     hostile.pid = 0;
 }
 
-/* One client is killed again and again, in the midst of whatever it is at. */
+/* One client is killed again and again, in the midst of whatever it is doing. */
 static uint64_t doomed_at;
 static unsigned doomed;
 
@@ -551,7 +551,7 @@ static void rest(void)
     sample();
 }
 
-/* The one that dies: each life lasts as long; what comes between follows from the seed. */
+/* The server that is killed: all its lives are equally long; the pauses between them follow from the seed. */
 static uint64_t turns_at;
 static unsigned lives = 1, turns;
 static bool away;
@@ -589,7 +589,7 @@ static void doom(void)
         tell(child, 'G');
 }
 
-/* What the clients have counted, and the servers. */
+/* What the clients and the servers have counted. */
 struct sums {
     unsigned long long calls, wrong, lost, unexcused, late;
 };
@@ -609,7 +609,7 @@ static struct sums sum_up(void)
     return sums;
 }
 
-/* For a machine that does not come to the end. The ledgers are compared there. */
+/* For a machine that does not live to the end of the run. The ledgers are compared only there. */
 static void tell_progress(uint64_t started)
 {
     static uint64_t told;
@@ -630,7 +630,7 @@ static void tell_progress(uint64_t started)
 static void course(void)
 {
     uint64_t started = now_us(), until = started + seconds * 1000000ull;
-    /* A quarter of the time, or a minute, until caches are full. */
+    /* Caches have a quarter of the time, or a minute, to fill. */
     uint64_t warm = seconds < 240 ? seconds * 250000ull : 60000000;
     unsigned count = seconds / 30 + 2 < 3 ? 3 : seconds / 30 + 2 > SAMPLES / 2 ? SAMPLES / 2 : seconds / 30 + 2;
     uint64_t next = started + warm, step = (until - next) / (count - 1);
@@ -668,7 +668,7 @@ static void mismatch(unsigned long long *counter, const char *what, enum target 
                  (unsigned long long)(at % NUMBERS), target_names[target], book, times);
 }
 
-/* Compares what the clients know and what the servers have done, or what was called back. */
+/* Compares what the clients know with what the servers have done, or with the calls back that were served. */
 static void compare(enum target target, const char *done_name, bool back)
 {
     static uint8_t book[1 << 16], done[1 << 16];
@@ -676,7 +676,7 @@ static void compare(enum target target, const char *done_name, bool back)
     for (unsigned stream = 0; stream < HONEST * SOAK_THREADS; stream++) {
         off_t begin = (off_t)stream * NUMBERS;
         for (off_t at = begin; at < begin + NUMBERS; at += (off_t)sizeof book) {
-            /* What was never written ends a stream, or is a hole; calls are numbered one after the other. */
+            /* Bytes that were never written lie behind the end of a file, or in a hole; calls are numbered consecutively. */
             memset(book, 0, sizeof book);
             memset(done, 0, sizeof done);
             if (pread(books, book, sizeof book, at) < 0 || pread(dones, done, sizeof done, at) < 0)
@@ -692,7 +692,7 @@ static void compare(enum target target, const char *done_name, bool back)
                 if (done[i] > 0 && book[i] == 0)
                     mismatch(&forged, "nobody has made it", target, (uint64_t)at + i, book[i], done[i]);
             }
-            /* Calls without an effect leave holes, but never so long ones; one that nobody made would lie anywhere. */
+            /* Calls without an effect leave holes, but never such long ones. A call that nobody made could lie anywhere. */
             if (!any) {
                 off_t data = lseek(dones, at, SEEK_DATA);
                 if (data < 0 || data >= begin + NUMBERS)
@@ -738,7 +738,7 @@ static void print_line(const char *name, enum target target, enum route route, c
     printf("\n");
 }
 
-/* How much more of it there always was in the last third than there ever was in the first one. */
+/* The least in the last third of the samples, less the most in the first third. */
 static long growth(unsigned who, size_t member)
 {
     unsigned third = sample_count < 6 ? 1 : sample_count / 3;
@@ -753,11 +753,11 @@ static long growth(unsigned who, size_t member)
     return last - first;
 }
 
-/* The library keeps up to eight blocks of 1088 KiB of each of two kinds, and 4 MiB of each of two lengths of Receives
- * (src/memory.rs), as many as were ever in use at a time. In a short run the first sample may come before anything of that;
- * in a long one the busiest moment of one kind may come late. */
+/* The library keeps as many blocks as were ever in use at a time: up to eight of 1088 KiB of each of two kinds, and 4 MiB of
+ * each of two lengths of Receives (src/memory.rs). In a short run the first sample may come before any of these are in use; in a
+ * long one the busiest moment of one kind may come late. */
 static long slack_kb(void) { return seconds < 240 ? 2 * 8 * 1088 + 2 * 4096 : 8 * 1088; }
-/* Descriptors: a loop has one more while it has many connections. */
+/* Descriptors: a loop uses one more while it has many connections. */
 enum { SLACK_MAPPINGS = 32, SLACK_DESCRIPTORS = 2 };
 
 static unsigned judge_growth(void)

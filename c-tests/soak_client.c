@@ -1,13 +1,13 @@
 /* soak_client.c: an honest client of the soak. See soak.h.
  *
  *   load soak-client NETID SHAPE SEED DIR ROUTES PORT...
- *       For each target its own port, and that of the proxy before it.
+ *       For each target: its own port, and that of the proxy before it.
  *
  * SOAK_REWRITES=yes: it also rewrites the memory that it shares with its servers.
  *
- * ROUTES is "direct", "proxied" or "both". Says 'R' when it is ready and obeys a byte at a time: 'G' begins, or goes on;
- * 'Q' stops all threads and destroys all CLIENTs, and is answered with 'q'; 'P' makes some calls over fresh CLIENTs and
- * is answered with 'p', or 'x' if one of them failed; 'E' ends. */
+ * ROUTES is "direct", "proxied" or "both". Writes 'R' when it is ready, and then obeys one byte at a time: 'G' begins or
+ * resumes; 'Q' stops all threads and destroys all CLIENTs, and is answered with 'q'; 'P' makes some calls over fresh CLIENTs
+ * and is answered with 'p', or 'x' if one of them failed; 'E' ends. */
 #define _GNU_SOURCE
 #include "soak.h"
 #include <arpa/inet.h>
@@ -23,7 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* A CLIENT that may have to be replaced while others wait in it. */
+/* A CLIENT that may have to be replaced while other threads wait in it. */
 struct slot {
     pthread_rwlock_t lock;
     CLIENT *client;
@@ -76,7 +76,7 @@ static uint64_t below(struct thread *thread, uint64_t bound)
     return thread->random % bound;
 }
 
-/* Each order of magnitude is as likely as another one. */
+/* All orders of magnitude are equally likely. */
 static uint32_t magnitude(struct thread *thread, uint32_t most)
 {
     unsigned bits = 0;
@@ -97,8 +97,7 @@ static void most(uint64_t *longest, uint64_t value)
         ;
 }
 
-/* Microseconds for which each thread has had no processor so far though it had something to do with one, and one. 0: it is not
- * known. */
+/* Microseconds for which each thread was ready to run but had no processor so far, plus one. 0: not known. */
 static void look_at_waits(uint64_t waits[SOAK_THREADS])
 {
     for (unsigned i = 0; i < thread_count; i++) {
@@ -112,8 +111,8 @@ static void look_at_waits(uint64_t waits[SOAK_THREADS])
     }
 }
 
-/* What a thread has had none for since; where they share CLIENTs, and it waits for whoever reads, that of the other one which has
- * waited longest too. */
+/* For how long a thread has had no processor since `before`. Where threads share CLIENTs, and it waits for the one that reads,
+ * plus the longest such time of another thread. */
 static uint64_t starved(const struct thread *thread, const uint64_t before[SOAK_THREADS])
 {
     uint64_t now[SOAK_THREADS], own = 0, other = 0;
@@ -149,7 +148,7 @@ static void called_back(struct svc_req *request, SVCXPRT *transport)
     struct ask ask = {0};
     if (request->rq_proc != DO || !svc_getargs(transport, (xdrproc_t)xdr_ask, (char *)&ask)) {
         svcerr_decode(transport);
-        /* What was decoded before it failed. */
+        /* Frees what was decoded before decoding failed. */
         svc_freeargs(transport, (xdrproc_t)xdr_ask, (char *)&ask);
         return;
     }
@@ -176,7 +175,7 @@ static void called_back(struct svc_req *request, SVCXPRT *transport)
 static CLIENT *make(enum target target, enum route route)
 {
     CLIENT *client = NULL;
-    /* A machine may be so busy that a startup takes longer than the ten seconds that it has. */
+    /* A machine may be so busy that a startup takes longer than its limit of ten seconds. */
     for (int tries = target == STEADY && route == DIRECT ? 20 : 1; tries > 0 && client == NULL; tries--) {
         uint64_t started = now_us();
         client = connect_to(netid, ports[target][route]);
@@ -207,7 +206,7 @@ static void slot_fill(struct slot *slot, enum target target, struct thread *thre
 {
     slot_empty(slot);
     slot->route = !routes[PROXIED] ? DIRECT : !routes[DIRECT] ? PROXIED : (enum route)below(thread, ROUTES);
-    /* Each connection through a proxy has a fate of its own. */
+    /* Each connection through a proxy meets a fate of its own. */
     slot->left = 1 + magnitude(thread, shape >= S_HASTY ? 50 : slot->route == PROXIED ? 500 : 5000);
     slot->client = make(target, slot->route);
 }
@@ -241,7 +240,7 @@ static struct attempt choose(struct thread *thread, enum target target, enum rou
     struct attempt op = {.procedure = DO};
     uint32_t bytes = 4096;
     uint64_t die = below(thread, 16);
-    /* Nothing but the machine is in the way of the first. */
+    /* Only the machine itself can delay calls of the first kind. */
     op.timeout = target == STEADY && route == DIRECT && shape < HONEST ? 60000 : 2000 + (uint32_t)below(thread, 6000);
     switch (shape) {
     case S_SMALL:
@@ -302,7 +301,7 @@ static void judge(struct thread *thread, enum target target, enum route route, u
     bool hasty = shape == S_HASTY, excused = target != STEADY || route != DIRECT;
     const char *what = NULL;
     if (shape >= HONEST || (op->procedure == FAIL && status == failure(thread->next[target]))) {
-        /* As it should, or may. */
+        /* It ended as it should, or may. */
     } else if (status == RPC_SUCCESS) {
         if (op->procedure == FAIL || ((op->procedure == DO || op->procedure == BACK) && !right(tag, op, answer))) {
             add(&tally->wrong);
@@ -322,7 +321,7 @@ static void judge(struct thread *thread, enum target target, enum route route, u
         what = "timed out too soon";
     } else if (target == CRAMPED &&
                (status == RPC_SYSTEMERROR || status == RPC_CANTDECODEARGS || status == RPC_FAILED)) {
-        /* It has no memory for the arguments, or the results. */
+        /* The server has no memory for the arguments or the results. */
     } else if (status != RPC_TIMEDOUT && status != RPC_CANTSEND && status != RPC_CANTRECV) {
         add(&tally->wrong);
         what = "this status may not be";
@@ -330,7 +329,7 @@ static void judge(struct thread *thread, enum target target, enum route route, u
         add(&tally->unexcused);
         what = "failed, though nothing was in the way";
     }
-    /* What goes without a reply may have to wait until others have theirs. */
+    /* A call without a reply may have to wait until others have their replies. */
     int64_t late = (int64_t)elapsed - (int64_t)op->timeout * 1000;
     if (op->procedure != POST) {
         int64_t latest = __atomic_load_n(&tally->latest, __ATOMIC_RELAXED);
@@ -338,7 +337,8 @@ static void judge(struct thread *thread, enum target target, enum route route, u
                !__atomic_compare_exchange_n(&tally->latest, &latest, late, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
             ;
     }
-    /* What the machine itself makes later, this process knows: who sleeps gets a processor sooner than who has used one. */
+    /* This process knows by how much the machine itself delays it: a thread that has slept gets a processor sooner than one that
+     * has used one. */
     uint64_t overslept = __atomic_load_n(&tally->overslept, __ATOMIC_RELAXED);
     if (late > (int64_t)((op->procedure == POST ? 61e6 : 1e6) * factor) + 3 * (int64_t)overslept + (int64_t)waited) {
         add(&tally->late);
@@ -355,10 +355,10 @@ static unsigned connections(CLIENT *client)
     return clnt_control(client, 0x52444d08, (char *)&count) ? count : 0;
 }
 
-/* What was posted on this connection has reached the server, or else is not known to. */
+/* What was posted on this connection has reached the server (`proven`), or is not known to have reached it. */
 static void settle(struct thread *thread, enum target target, bool proven)
 {
-    /* A server that is killed right after it has answered may not have come to them. */
+    /* A server that is killed right after it has answered may not have served them. */
     for (unsigned i = 0; proven && target == STEADY && shape < HONEST && i < thread->posts[target]; i++)
         ledger_write(books[target], thread->posted[target][i], MUST);
     thread->posts[target] = 0;
@@ -436,14 +436,14 @@ static void operate(struct thread *thread)
             op = (struct attempt){.procedure = DO, .timeout = 60000};
         int status = call(thread, target, slot->route, &op, client);
         refused = status == RPC_CANTSEND || status == RPC_CANTRECV;
-        /* Both what makes a connection anew under a CLIENT and new CLIENTs are tried. */
+        /* Both are tried: a new connection under the same CLIENT, and a new CLIENT. */
         lost = refused && below(thread, 2) == 0;
         lost = lost || (shape == S_HASTY && status == RPC_TIMEDOUT && below(thread, 8) == 0);
         if (lost || slot->left == 1)
             settle(thread, target, false);
     }
     slot_leave(slot, lost);
-    /* Who is refused again and again leaves the others a processor. */
+    /* A thread that is refused again and again leaves the others a processor. */
     if (refused)
         usleep(1000 + (useconds_t)below(thread, 30000));
 }
@@ -472,7 +472,7 @@ static void *calls(void *argument)
     return NULL;
 }
 
-/* Segments of memory that the library shares in this process. */
+/* The number of segments of memory that the library shares in this process. */
 static unsigned segments(void)
 {
     char line[512];
@@ -485,7 +485,7 @@ static unsigned segments(void)
     return count;
 }
 
-/* What is shared, from where and to where. */
+/* A shared range of addresses. */
 struct area {
     unsigned long from, to;
 };
@@ -506,7 +506,7 @@ static unsigned writable(struct area *areas, unsigned most_areas)
     return count;
 }
 
-/* Through a file, which takes no harm when the library unmaps what is written to. */
+/* Writes through a file, which does no harm when the library unmaps the memory meanwhile. */
 static void *rewrites(void *unused)
 {
     static struct thread dice = {.random = 1};
@@ -518,7 +518,7 @@ static void *rewrites(void *unused)
         for (unsigned i = 0; i < 32 && count > 0; i++) {
             const struct area *area = &areas[below(&dice, count)];
             uint64_t value = below(&dice, 2) ? below(&dice, 1 << 20) : dice.random;
-            /* Most connections live longer when only data is altered; the words that say where it lies come first. */
+            /* Most connections live longer when only data is altered; the words that say where data lies come first. */
             uint64_t length = area->to - area->from, at = below(&dice, turn % 8 == 0 ? 512 : length) / 8 * 8;
             if (turn % 8 != 0 && at < 4096)
                 continue;
@@ -562,7 +562,7 @@ static void stop_all(void)
     for (enum target target = 0; target < TARGETS; target++)
         slot_empty(&shared[target]);
     malloc_trim(0);
-    /* What is in use, and what only lies there. */
+    /* What is in use, and what is only kept. */
     if (getenv("SOAK_MALLOC") != NULL)
         malloc_info(0, stderr);
 }
@@ -575,7 +575,7 @@ static void go_on(void)
     pthread_mutex_unlock(&gate);
 }
 
-/* All threads are stopped. A call of the first one's to each server, over a fresh CLIENT. */
+/* While all threads are stopped: makes a call on behalf of the first one to each server, over a fresh CLIENT. */
 static bool probe(void)
 {
     bool served = true;
@@ -584,7 +584,7 @@ static bool probe(void)
     for (enum target target = 0; target < TARGETS; target++) {
         struct attempt op = {.procedure = DO, .size = 1 << 20, .want = 1 << 20, .timeout = 20000};
         int status = NO_CLIENT;
-        /* The cramped one may still be closing what it had. */
+        /* The cramped server may still be closing its connections. */
         for (int tries = target == CRAMPED ? 20 : 1; tries > 0 && status != RPC_SUCCESS; tries--) {
             CLIENT *client = make(target, DIRECT);
             if (client == NULL) {

@@ -1,7 +1,7 @@
 /* soak_server.c: a server of the soak. See soak.h.
  *
  *   load soak-serve TARGET PORT DIR
- *       Prints "READY port". Each byte that it reads has it give memory back, and answer with that byte. */
+ *       Prints "READY port". For each byte that it reads it gives memory back, and answers with that byte. */
 #define _GNU_SOURCE
 #include "soak.h"
 #include <dlfcn.h>
@@ -18,7 +18,7 @@ static int journal;
 static enum target self;
 static struct soak_found *found;
 
-/* Those of the others say what somebody has made of them on the way. */
+/* The calls of the other clients hold whatever somebody has made of them on the way. */
 static bool is_honest(const struct ask *ask) { return tag_client(ask->tag) < HONEST; }
 
 static void wrong(const struct ask *ask, const char *what)
@@ -30,7 +30,7 @@ static void wrong(const struct ask *ask, const char *what)
                 (unsigned long long)ask->tag, ask->length, ask->want, what);
 }
 
-/* Calls back with what it was called with. Whether that went well: a connection that breaks meanwhile is no error. */
+/* Calls back with what it was called with. Returns whether that went well; a connection that breaks meanwhile is no error. */
 static bool call_back(SVCXPRT *transport, const struct ask *ask)
 {
     struct timeval patience = {.tv_sec = 10};
@@ -82,7 +82,7 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
     }
     if (!svc_getargs(transport, (xdrproc_t)xdr_ask, (char *)&ask)) {
         svcerr_decode(transport);
-        /* What was decoded before it failed. */
+        /* Frees what was decoded before decoding failed. */
         svc_freeargs(transport, (xdrproc_t)xdr_ask, (char *)&ask);
         return;
     }
@@ -93,7 +93,7 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
         wrong(&ask, "the arguments are wrong");
     if (!right) {
         __atomic_add_fetch(&found->damaged, 1, __ATOMIC_RELAXED);
-        /* Nobody has said that there is to be a reply to what was damaged; there may be one. */
+        /* A damaged call need not get a reply, but may. */
         if (procedure != POST)
             svcerr_decode(transport);
     } else if (procedure == FAIL) {

@@ -1,15 +1,17 @@
 /* starve.c: a client and a server in one process whose library gets no memory at the n-th request for it (starve_shim.c).
  *
- *   starve round [STEP [START]]   after rounds that warm everything up: fails each STEP-th request of a round, from START on.
- *                                 The round ends with errors or without, nothing of it stays, and the next one is right.
- *   starve dry [STEP [START]]     the same, and all requests after it until the end of the round fail too
+ *   starve round [STEP [START]]   after rounds that warm everything up: fails every STEP-th request of a round, from START on,
+ *                                 one in each round. The round ends with errors or without, leaves nothing behind, and the
+ *                                 next one is right.
+ *   starve dry [STEP [START]]     the same, but all later requests until the end of the round fail too
  *   starve cold N                 fails the N-th request since the beginning of the process
- *   starve accept                 fails each request of libtirpc's for a connection that it accepts, of those that block and of
- *                                 those that do not
+ *   starve accept                 fails each request of libtirpc's for a connection that it accepts, for connections that block
+ *                                 and for those that do not
  *
- * A round makes a CLIENT, calls with nothing, 4 KiB and 1 MiB either way, and destroys it. Prints one line at the end: requests
- * of a round, rounds, those with an error; "cold" prints how many requests there were. STARVE_VERBOSE: a line for each round.
- * STARVE_NETID: of the server and the CLIENTs, in place of rdma. STARVE_THREADS: so many serve (rpcrdma_svc_run). */
+ * A round creates a CLIENT, calls with nothing, 4 KiB and 1 MiB either way, and destroys it. Prints one line at the end:
+ * requests of a round, rounds, rounds with an error; "cold" prints how many requests there were. STARVE_VERBOSE: a line for each
+ * round. STARVE_NETID: netid of the server and the CLIENTs, instead of rdma. STARVE_THREADS: how many threads serve
+ * (rpcrdma_svc_run). */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>
@@ -122,7 +124,7 @@ static void start(void)
 
 static char problem[256];
 
-/* A call whose result is not what it should be ends the test: memory that is missing is no excuse. */
+/* A call whose result is not what it should be ends the test: a lack of memory is no excuse. */
 static bool sinks(CLIENT *client, u_int length, struct timeval limit)
 {
     struct blob blob = {length, bytes};
@@ -147,7 +149,7 @@ static bool sources(CLIENT *client, u_int length, struct timeval limit)
     return status == RPC_SUCCESS;
 }
 
-/* How many of a round's steps went well: ALL. */
+/* Returns how many of a round's steps succeeded; ALL if all did. */
 enum { ALL = 6 };
 static int round_of(struct timeval limit)
 {
@@ -172,7 +174,7 @@ static int round_of(struct timeval limit)
 
 static bool settles(long most)
 {
-    /* The server notices the end of a connection when it comes to it. */
+    /* The server notices the end of a connection when it gets to it. */
     for (int i = 0; i < 2000; i++) {
         if (live() <= most)
             return true;
@@ -196,7 +198,7 @@ static void refuse_connections(void)
     enum { REQUESTS = 4, TIMES = 8 };
     int most[] = {0, 2 * LARGE}, refused = 0;
     for (size_t blocking = 0; blocking < sizeof most / sizeof *most; blocking++) {
-        /* From a length on, connections never block. */
+        /* Once a length is set, connections never block. */
         if (!SVC_CONTROL(listener, SVCSET_CONNMAXREC, &most[blocking]))
             errx(1, "no length can be set");
         for (int n = 1; n <= REQUESTS * TIMES; n++) {
@@ -246,7 +248,7 @@ int main(int argc, char **argv)
     for (int i = 0; i < 8; i++)
         if (round_of(patient) != ALL)
             errx(1, "with all the memory there is: %s", problem);
-    /* What is kept for the next connection comes and goes by a few blocks. */
+    /* What is kept for the next connection varies by a few blocks. */
     enum { SLACK = 32 };
     usleep(100000);
     long before = live();

@@ -1,18 +1,18 @@
 /* starve_shim.c, preloaded before librpcrdma: the n-th request of librpcrdma for memory or for a descriptor fails.
  *
- *   void starve_arm(long n, long more)   the n-th from here on fails, and `more` after it
- *   long starve_disarm(void)             nothing fails any more; returns how many requests there were meanwhile
+ *   void starve_arm(long n, long more)   the n-th request from here on fails, and `more` after it
+ *   long starve_disarm(void)             nothing fails any more; returns how many requests there were since
  *   long starve_live(void)               blocks of the heap that librpcrdma has asked for and nobody has freed
  *   const char *starve_where(void)       what failed last: the function, its size, and an offset in the library for addr2line
- *   void starve_accept(long n)           the n-th request of libtirpc's for memory fails, of the four for a connection that it
- *                                        accepts: three for its record stream, and one for the address of its peer
- *   bool starve_accepted(void)           whether it has
+ *   void starve_accept(long n)           libtirpc's n-th request for memory for connections that it accepts fails. A connection
+ *                                        takes four: three for its record stream, and one for the address of its peer
+ *   bool starve_accepted(void)           whether that request has failed
  *
- * It ends the process where the library has glibc drop something at the end of a thread.
+ * Ends the process if the library has glibc drop something at the end of a thread.
  *
- * Whose request it is follows from the address that it returns to. Only those of the library count: what libtirpc and libc
- * do with a failure is their own, but for connections that libtirpc accepts for the library. Beside the heap these are memory
- * mappings, and the descriptors that a connection has. */
+ * The return address tells who made a request. Only the library's requests count: what libtirpc and libc do when theirs fail is
+ * their own business, except for connections that libtirpc accepts for the library. Besides the heap, requests are for memory
+ * mappings and for the descriptors of a connection. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -28,7 +28,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* glibc's own names for its allocator, which need no dlsym(3), which allocates. */
+/* glibc's own names for its allocator: they need no dlsym(3), which itself allocates. */
 extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t);
 extern void *__libc_memalign(size_t, size_t);
 extern void __libc_free(void *);
@@ -87,10 +87,10 @@ static bool fails(const char *what, size_t size, uintptr_t caller)
     return true;
 }
 
-/* Requests until one fails for a connection that libtirpc accepts; 0: none does. */
+/* How many requests for connections that libtirpc accepts are left until one fails; 0: none fails. */
 static atomic_long accept_left;
 static atomic_bool accepted;
-/* The calling thread makes its record stream, or has made that: what comes before leaves no transport. */
+/* The calling thread is creating the record stream of a connection, or has: a failure before that leaves no transport. */
 static __thread bool accepts;
 
 static bool accept_fails(uintptr_t caller)
@@ -105,7 +105,7 @@ static bool accept_fails(uintptr_t caller)
 
 /* ---- Which blocks of the heap are the library's ------------------------------------------------------------------ */
 
-/* Open addressing; 0 is a free place and 1 one that was used. Never full: the tests are small. */
+/* Open addressing; 0 is a free place, 1 a place that was used before. Never full: the tests are small. */
 enum { PLACES = 1 << 20 };
 static uintptr_t blocks[PLACES];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -167,7 +167,7 @@ void *realloc(void *block, size_t size)
 {
     if (fails("realloc", size, CALLER))
         return errno = ENOMEM, NULL;
-    /* Before: afterwards its address may be another thread's. */
+    /* Forget it before realloc: afterwards its address may be another thread's. */
     bool was = forget(block);
     void *moved = __libc_realloc(block, size);
     if (moved == NULL && size != 0)
@@ -194,8 +194,8 @@ void free(void *block)
     errno = kept;
 }
 
-/* What a thread is to drop at its end glibc notes in memory from the heap, and ends the process where there is none: the library
- * asks for no such note. */
+/* glibc records what a thread is to drop at its end in memory from the heap, and ends the process if there is none. So the
+ * library must not ask for that. */
 int __cxa_thread_atexit_impl(void (*drop)(void *), void *what, void *handle);
 int __cxa_thread_atexit_impl(void (*drop)(void *), void *what, void *handle)
 {
@@ -209,7 +209,7 @@ int __cxa_thread_atexit_impl(void (*drop)(void *), void *what, void *handle)
     return next(drop, what, handle);
 }
 
-/* The others are found when they are first called, which dlsym(3) does not need. */
+/* The other functions, which dlsym(3) does not need, are looked up when they are first called. */
 #define NEXT(name) \
     static __typeof__(name) *next; \
     if (next == NULL) \
@@ -251,7 +251,7 @@ DESCRIPTOR(timerfd_create, EMFILE, (int clock, int flags), clock, flags)
 DESCRIPTOR(socket, EMFILE, (int domain, int type, int protocol), domain, type, protocol)
 DESCRIPTOR(dup, EMFILE, (int fd), fd)
 
-/* libtirpc calls its own functions as everybody else does. */
+/* libtirpc calls its own functions like everybody else's, so they can be interposed. */
 typedef int stream_io(void *, void *, int);
 void xdrrec_create(void *stream, unsigned send, unsigned receive, void *handle, stream_io *in, stream_io *out)
 {

@@ -1,5 +1,5 @@
-/* threads.c: calls of several threads that have nothing to do with each other but the AUTH, or a lock of the program.
- * What waits for what is arranged by the servers' blocking procedure and by semaphores. */
+/* threads.c: calls of several threads that share nothing but the AUTH, or a lock of the program. The servers' blocking
+ * procedure and semaphores control which waits for which. */
 #define _GNU_SOURCE
 #include "harness.h"
 #include <errno.h>
@@ -13,7 +13,7 @@
 
 /* ---- An AUTH of the program's own ------------------------------------------------------------------------------- */
 
-/* It may be marshalled only when the call before it has been validated: as the AUTHs that compare a reply with their
+/* An AUTH that may only be marshalled once the previous call has been validated, like AUTHs that compare a reply with their
  * latest call. Its operations are not libtirpc's; what they write is AUTH_NONE. */
 static int in_call, disturbed;
 
@@ -81,7 +81,7 @@ static void calls_at_several_servers_run_together(long flavour)
         REQUIRE(pthread_create(&threads[i], NULL, block_one, clients[i]) == 0);
         server_await_block(&servers[i]);
     }
-    /* ... and one more call goes by them. */
+    /* ... and one more call gets past them. */
     CLIENT *client = client_of(server_shared());
     client->cl_auth = auth;
     require_echo(client, 1000, 1);
@@ -95,7 +95,7 @@ static void calls_at_several_servers_run_together(long flavour)
 
 static sem_t closed;
 
-/* Lets the call end when the descriptor is closed, which it must not be before, or else after a while. */
+/* Lets the call end when the descriptor has been closed, which must not happen before the call ends; or else after a while. */
 static void *release_late(void *server)
 {
     struct timespec until;
@@ -109,8 +109,8 @@ static void *release_late(void *server)
     return NULL;
 }
 
-/* A CLIENT that closes its descriptor waits for the call of another one on it: what that one still reads would be of
- * whatever has the number next. */
+/* A CLIENT that closes its descriptor waits for the call of another CLIENT on it, which would otherwise read from whatever
+ * gets the number next. */
 static void descriptor_is_closed_when_anothers_call_has_ended(long unused)
 {
     (void)unused;
@@ -172,7 +172,7 @@ static void *call_that_waits(void *argument)
     return NULL;
 }
 
-/* What encodes and decodes may wait for a call of another thread, as with a lock of the program's own around it. */
+/* An xdrproc may wait for a call of another thread, as when the program holds a lock of its own around that call. */
 static void xdr_procedure_may_wait_for_another_threads_call(long flavour)
 {
     AUTH *auth = auth_of(flavour);
@@ -212,7 +212,7 @@ static void auth_of_the_programs_own_sees_one_call_at_a_time(long unused)
     REQUIRE(!disturbed && in_call == 0);
 }
 
-/* A call behind a busy AUTH ends with its own time; so does one that is only to be sent, with that of the handle. */
+/* A call behind a busy AUTH ends after its own timeout; one that is only to be sent ends after that of the handle. */
 static void call_behind_a_busy_auth_ends_with_its_time(long zero)
 {
     struct server server = server_start("-c", "tli", NULL);

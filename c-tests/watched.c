@@ -2,8 +2,8 @@
  * 127.0.0.1 over netid rdma, as it is told on standard input, and answers each line with one:
  *
  *   calls N      makes N calls, on its CLIENT or a new one
- *   counters     prints the first counters of struct rpcrdma_stats, in their order
- *   fork N       forks a child that makes N calls and then does as it is told; prints its process id
+ *   counters     prints the first counters of struct rpcrdma_stats, in order
+ *   fork N       forks a child that makes N calls and then does as it is told; prints the child's process id
  *   close        closes all descriptors but 0 to 2, as daemons do
  *   end          ends
  */
@@ -79,7 +79,7 @@ int main(int argc, char **argv)
                 puts("done");
             }
         } else if (strncmp(line, "close", 5) == 0) {
-            /* The CLIENT is lost with its descriptor; the next calls make another. */
+            /* The CLIENT is lost with its descriptor; the next calls create another. */
             client = NULL;
             for (int fd = 3; fd < 1024; fd++)
                 close(fd);

@@ -1,5 +1,5 @@
-/* where.h: the address at which servers of the tests are: the loopback, or SUITE_ADDRESS, for devices that the loopback
- * does not lead to. */
+/* where.h: the address of the tests' servers: the loopback, or SUITE_ADDRESS for devices that cannot be reached over the
+ * loopback. */
 #ifndef SUITE_WHERE_H
 #define SUITE_WHERE_H
 

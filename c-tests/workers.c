@@ -54,7 +54,7 @@ static struct {
 static unsigned put_off;
 static int gate[2]; /* between the test and a routine of the server */
 
-/* Waits until so many routines are inside at a time. */
+/* Waits until `count` routines are inside at the same time. */
 static bool meet(unsigned count)
 {
     struct timespec until;
@@ -74,7 +74,7 @@ static bool meet(unsigned count)
     return failed == 0;
 }
 
-/* So many frames of 64 KiB. */
+/* Uses that many stack frames of 64 KiB. */
 static unsigned deep(unsigned frames)
 {
     volatile char frame[1 << 16];
@@ -83,8 +83,8 @@ static unsigned deep(unsigned frames)
     return frames == 0 ? 0 : deep(frames - 1) + (unsigned)(frame[4096] == (char)frames);
 }
 
-/* What the library's loop is at, as far as libtirpc's lock tells: svc_getreq_common(3) has a transport in hand when it lets go of
- * its lock, before it calls it. */
+/* What the library's loop is doing, as far as libtirpc's lock tells: svc_getreq_common(3) has found a transport when it releases
+ * this lock, and has not called the transport yet. */
 static _Thread_local bool in_routine;
 static atomic_bool lingers;
 static atomic_int lingering;
@@ -200,7 +200,7 @@ static void serves(struct svc_req *request, SVCXPRT *xprt)
         svc_destroy(xprt);
         return;
     case GO_BESIDE:
-        /* While the loop is about to look at the connection, for the next request of it. */
+        /* Destroys the connection while the loop is about to look at it for its next request. */
         lingers = true;
         REQUIRE(write(gate[1], &number, 1) == 1);
         for (int i = 0; i < 200 && lingering == 0; i++)
@@ -234,7 +234,7 @@ static void serves(struct svc_req *request, SVCXPRT *xprt)
         break;
     }
     }
-    /* Another routine may have destroyed the transport meanwhile, or its client have gone. */
+    /* Another routine may have destroyed the transport meanwhile, or its client may have gone. */
     svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (caddr_t)&result);
 }
 
@@ -260,7 +260,7 @@ static void svc_exits(int signal)
 
 static unsigned ports[2]; /* rdma, tcp */
 static pid_t server;
-/* Descriptors that the server may have, which closes idle connections for others then; 0: as many as may be. */
+/* How many descriptors the server may have; it then closes idle connections to make room for others. 0: no limit of its own. */
 static rlim_t files;
 
 static void starts(unsigned count)
@@ -320,7 +320,7 @@ static unsigned ask(CLIENT *client, rpcproc_t procedure, unsigned number)
     return result;
 }
 
-/* One that has the server's credits. */
+/* A client that has been granted the server's credits. */
 static CLIENT *connected(void)
 {
     CLIENT *client = connected_over("rdma");
@@ -484,7 +484,7 @@ static void a_late_reply_to_who_has_gone_is_refused(void)
         CLIENT *client = connected();
         REQUIRE(ask_within(client, DEFER, 0, NULL, (struct timeval){0, 50000}) == RPC_TIMEDOUT);
         clnt_destroy(client);
-        /* The server hears of the end, and gives its memory to others. */
+        /* The server learns of the end, and gives the connection's memory to others. */
         for (int k = 0; k < 4; k++) {
             CLIENT *next = connected();
             ask(next, NOTHING, 0);
@@ -523,7 +523,7 @@ static void those_that_never_do_hold_up_nobody(void)
     has_ended();
 }
 
-/* As the loop does when it accepts a connection. */
+/* The loop registers a connection likewise when it accepts one. */
 static void what_is_registered_meanwhile_does_not_keep_it_from_its_end(void)
 {
     starts(4);
@@ -610,7 +610,7 @@ static void one_that_never_returns_holds_up_nobody(void)
     REQUIRE(kill(server, SIGKILL) == 0 && waitpid(server, NULL, 0) == server);
 }
 
-/* Not whoever poll(2) or epoll(7) tell of first. */
+/* Not the client that poll(2) or epoll(7) reports first. */
 static void whoever_was_served_the_longest_time_ago_is_next(void)
 {
     struct timeval at_once = {0, 0};
@@ -644,7 +644,7 @@ static void whoever_was_served_the_longest_time_ago_is_next(void)
     has_ended();
 }
 
-/* A thread that is free looks who has come before it takes the next of many, if nobody has for a while. */
+/* A free thread looks for calls of other clients before it takes the next of many, if no thread has looked for a while. */
 static void many_calls_of_one_client_do_not_keep_another_one_waiting(void)
 {
     enum { MANY = 16, THREADS = 2 };
@@ -678,7 +678,7 @@ static void many_calls_of_one_client_do_not_keep_another_one_waiting(void)
     }
 }
 
-/* A client has their credits back with each reply that comes meanwhile. */
+/* A client gets their credits back with each reply that comes meanwhile. */
 static void calls_without_a_reply_that_take_long_leave_room_for_others(void)
 {
     enum { LONG_ONES = 60 };
@@ -695,7 +695,7 @@ static void calls_without_a_reply_that_take_long_leave_room_for_others(void)
     has_ended();
 }
 
-/* Clients go while threads have requests of theirs. */
+/* Clients go away while threads are serving their requests. */
 static void clients_that_go_meanwhile_hold_up_nobody(void)
 {
     starts(4);
@@ -719,7 +719,8 @@ static void clients_that_go_meanwhile_hold_up_nobody(void)
     has_ended();
 }
 
-/* libtirpc then destroys what was idle longest: not what a thread serves just now, though nothing has come there since. */
+/* libtirpc then destroys the connection that was idle longest, but not one that a thread is serving just now, though nothing
+ * has come there since. */
 static void descriptors_run_out_beside_a_routine_of_tcp(void)
 {
     struct asking slow;
@@ -732,7 +733,7 @@ static void descriptors_run_out_beside_a_routine_of_tcp(void)
     REQUIRE(read(gate[0], &letter, 1) == 1);
     for (int i = 0; i < 150; i++)
         REQUIRE(connect(socket(AF_INET, SOCK_STREAM, 0), (struct sockaddr *)&to, sizeof to) == 0);
-    /* All are accepted, if that goes on meanwhile. */
+    /* All have been accepted by then, if accepting goes on meanwhile. */
     for (int i = 0; i < 2; i++)
         REQUIRE(ask_within(connected_over("tcp"), NOTHING, 0, NULL, soon) <= RPC_TIMEDOUT);
     REQUIRE(write(gate[0], &letter, 1) == 1);

@@ -1,10 +1,10 @@
 #!/bin/bash
 # build.sh deb|rpm FOLDER: builds packages of this checkout, in a copy of it, and puts them into FOLDER.
 #
-# A .deb asks for debhelper and what debian/control names: `sudo apt-get build-dep ./` installs that; where Rust is not
-# Debian's, what is missing is only named. An RPM asks for rpmbuild. Crates in vendor/ go along, and nothing is fetched then.
+# A .deb needs debhelper and what debian/control names: `sudo apt-get build-dep ./` installs that; if Rust is not Debian's,
+# missing packages are only named. An RPM needs rpmbuild. Crates in vendor/ are copied too, and nothing is fetched then.
 #
-# Environment: SOURCE_DATE_EPOCH, the time that files in the packages have; else that of the newest entry of debian/changelog.
+# Environment: SOURCE_DATE_EPOCH, the time of the files in the packages; by default that of the newest entry of debian/changelog.
 set -eu
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 top=${here%/*}
@@ -20,7 +20,7 @@ needs() { command -v "$1" >/dev/null || { echo "build.sh: $1 is needed: apt inst
 mkdir "$work/rpcrdma-$version"
 tar -C "$top" --exclude=./target --exclude=./build --exclude=./.git -cf - . | tar -C "$work/rpcrdma-$version" -xf -
 cd "$work/rpcrdma-$version"
-# debhelper gives the build a home of its own, in which neither a Rust of the user's nor the crates are.
+# debhelper gives the build a home of its own, which has neither the user's Rust nor the crates.
 export RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup}
 export CARGO_HOME=${CARGO_HOME:-$HOME/.cargo}
 CARGO=${CARGO:-$(bash tests/packages.sh cargo)}
@@ -37,7 +37,7 @@ deb)
 rpm)
     needs rpmbuild rpm
     tar -C .. -czf "../rpcrdma-$version.tar.gz" "rpcrdma-$version"
-    # Where rpm is not the system's own, it does not know what is installed.
+    # If rpm is not the system's own package manager, it does not know what is installed.
     nodeps=; [ -e /etc/debian_version ] && nodeps=--nodeps
     rpmbuild -bb $nodeps --define "_topdir $work/rpm" --define "_sourcedir $work" packaging/rpcrdma.spec >&2
     cp "$work"/rpm/RPMS/*/*.rpm "$out/"

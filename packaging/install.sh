@@ -1,8 +1,8 @@
 #!/bin/sh
-# install.sh install|uninstall: the one list of what `make install` installs, from which `make uninstall` takes it away
-# again. The Makefile gives the places, and in STAGE what is made for them: rpcrdma-run and rpcrdma.pc.
+# install.sh install|uninstall: the one list of what `make install` installs and `make uninstall` removes. The Makefile
+# gives the places, and in STAGE what is made for them: rpcrdma-run and rpcrdma.pc.
 #
-# An rpcrdma.conf that is there is its owner's: it is neither replaced nor, once it was changed, removed.
+# An existing rpcrdma.conf belongs to its owner: it is never replaced, nor removed once it was changed.
 set -eu
 cd "$(dirname "$0")/.."
 root=${DESTDIR:-}
@@ -26,7 +26,7 @@ each() {
     "$1" 644 build/generated/completions/rpcrdma.bash "$BASHCOMPDIR/rpcrdma"
     "$1" 644 build/generated/completions/_rpcrdma "$ZSHCOMPDIR/_rpcrdma"
     "$1" 644 build/generated/completions/rpcrdma.fish "$FISHCOMPDIR/rpcrdma.fish"
-    # In folders as here, for the links between them.
+    # In the same folders as here, for the links between them.
     for page in README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs/*.md docs/pictures/*.svg bench/results.txt bench/results.svg; do
         "$1" 644 "$page" "$DOCDIR/$page"
     done
@@ -35,7 +35,7 @@ each() {
     done
 }
 
-# folder FOLDER: makes it. One that is there keeps its rights, which may be a group's.
+# folder FOLDER: creates it. An existing folder keeps its permissions, which may be those of a group.
 folder() { [ -d "$1" ] || $INSTALL -d -m 755 "$1"; }
 
 put() {
@@ -47,7 +47,7 @@ put() {
 }
 take() { rm -f "$root$3"; }
 
-# leave FOLDER: of a stage everything goes that is empty; of a system the folders that are nobody else's.
+# leave FOLDER: removes it if it is empty; in a stage also its parents that are then empty.
 leave() {
     [ -d "$root$1" ] || return 0
     if [ -n "$root" ]; then
@@ -71,7 +71,7 @@ install)
     fi
     ;;
 uninstall)
-    # What was installed, which may be of another version than this checkout.
+    # Compared with what was installed, which may be of another version than this checkout.
     if cmp -s "$root$DOCDIR/examples/rpcrdma.conf" "$config"; then
         rm -f "$config"
         [ -z "$root" ] || leave "$SYSCONFDIR"
@@ -79,7 +79,7 @@ uninstall)
         echo "$config was changed, and stays"
     fi
     each take
-    # The pages that were generated need not be there any more.
+    # The generated pages may no longer be in build/.
     for page in "$root$MANDIR"/man1/rpcrdma.1 "$root$MANDIR"/man1/rpcrdma-*.1; do rm -f "$page"; done
     each leave_folder_of
     for folder in $own_folders; do leave "$folder"; done

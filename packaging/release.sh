@@ -1,13 +1,12 @@
 #!/bin/bash
-# release.sh FOLDER: makes a release of the tag that this checkout stands on: the sources, the crates beside them, packages
-# and SHA256SUMS.
+# release.sh FOLDER: makes a release of the tag that is checked out: the sources, their crates, packages and SHA256SUMS.
 #
 #   rpcrdma-VERSION.tar.gz           the sources
-#   rpcrdma-VERSION-vendor.tar.gz    vendor/, to be unpacked in them: what builds without a network. In Debian's terms
+#   rpcrdma-VERSION-vendor.tar.gz    vendor/, to be unpacked in the sources to build without a network. In Debian's terms
 #                                    rpcrdma_VERSION.orig.tar.gz and its component vendor.
-#   *.deb, *.rpm                     each where its tools are here; else a line says that they are not
+#   *.deb, *.rpm                     each if its tools are installed; otherwise a line says that they are not
 #
-# It refuses a tree with changes, and a tag that is not v and Cargo.toml's version.
+# It refuses a tree with changes, and a tag other than v and Cargo.toml's version.
 set -eu
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 die() { echo "release.sh: $*" >&2; exit 1; }

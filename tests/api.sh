@@ -1,13 +1,13 @@
 #!/bin/bash
 # api.sh: the library's own C API (c-tests/api.c), linked, with every compiler that is there, as C, under valgrind, and
-# with a setting that is wrong.
+# with wrong settings.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1
 build=$(dirname "$LIBRPCRDMA")
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$top/Cargo.toml" | head -n 1)
 
-# What it says of Receives and calls back is for these.
+# What api.c expects of Receives and calls back holds for this inline threshold.
 export RPCRDMA_INLINE=4096
 for compiler in gcc clang; do
     command -v $compiler >/dev/null || { skip "api.c with $compiler" "not installed"; continue; }
@@ -24,7 +24,7 @@ report version-two env RPCRDMA_VERSION=auto ./api-gcc "$version"
 report moved env RPCRDMA_REDIRECT=tcp ./api-gcc accepted
 report wrong-variable env RPCRDMA_CREDIT=8 ./api-gcc misconfigured 'RPCRDMA_CREDIT: no such environment variable; did you mean RPCRDMA_CREDITS?'
 report wrong-value env RPCRDMA_CREDITS=lots ./api-gcc misconfigured 'RPCRDMA_CREDITS="lots": must be a whole number from 1 to 4096'
-# The servers are children: they have to be silent too, and say what is wrong on standard error.
+# The servers are children: they have to be silent too, and report what is wrong on standard error.
 if command -v valgrind >/dev/null; then
     for spoken in 1 auto; do
         report "valgrind, version $spoken" env RPCRDMA_POLL=0 RPCRDMA_VERSION=$spoken \

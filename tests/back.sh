@@ -1,8 +1,8 @@
 #!/bin/bash
-# back.sh [SECONDS [THREADS [SEED]]]: calls back beside threads and service loops (c-tests/back.c): what ends and begins
-# while a loop serves, and then, for SECONDS (3) each, THREADS (16) that make CLIENTs, serve, call, are called back, end
-# and destroy beside svc_run() and beside a loop of the program's own; as it is, with the address sanitizer, and under
-# valgrind.
+# back.sh [SECONDS [THREADS [SEED]]]: calls back beside threads and service loops (c-tests/back.c): services that end and
+# begin while a loop serves; and then, for SECONDS (3) each, THREADS (16) that create CLIENTs, serve, call, are called back,
+# end service and destroy beside svc_run() and beside a loop of the program's own. Run plainly, with the address sanitizer,
+# and under valgrind.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1
@@ -17,7 +17,7 @@ compile() {
         -I"$top/include" $(pkg-config --cflags libtirpc) \
         -L"$build" -Wl,-rpath,"$build" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log
 }
-# all NAME COMMAND...: every test, and both loads.
+# all NAME COMMAND...: runs every test, and both loads.
 all() {
     local name=$1 beside; shift
     report "$name" "$@"
@@ -32,7 +32,7 @@ all plain ./back
 if ! command -v clang >/dev/null; then
     skip "with the address sanitizer" "no clang with its sanitizers is installed"
 elif compile back-asan clang -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer; then
-    # The library is not instrumented: what is found is its use of what the sanitizer's malloc has freed, and the program's.
+    # The library is not instrumented: the sanitizer finds uses of freed memory by the library, and errors of the program.
     all asan env ASAN_OPTIONS=detect_leaks=0 ./back-asan
 elif grep -q 'libclang_rt\|asan' cc.log; then
     skip "with the address sanitizer" "no clang with its sanitizers is installed"

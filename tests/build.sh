@@ -1,7 +1,7 @@
 #!/bin/bash
-# build.sh: what the Makefile takes for stale, what tests/packages.sh says where something is missing, and what is skipped
-# without a private network. A cargo and a pkg-config that only write down how they are called stand in for the real ones,
-# so nothing is compiled here or installed.
+# build.sh: what the Makefile considers stale, what tests/packages.sh says where something is missing, and what is skipped
+# without a private network. A cargo and a pkg-config that only record how they are called stand in for the real ones,
+# so nothing is compiled or installed here.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 unset MAKEFLAGS MAKELEVEL MFLAGS CARGO CARGOFLAGS CARGO_TARGET_DIR CARGO_HOME CC LDFLAGS RUSTFLAGS LIBCLANG_PATH
@@ -10,7 +10,7 @@ cd "$scratch" || exit 1
 # ------------------------------------------------------------------------------------------------------------- stale
 
 mkdir tree bin && tar -C "$top" --exclude=./target --exclude=./build --exclude=./.git -cf - . | tar -C tree -xf -
-# An archive in which all that is exported is missing, which a version script forgives.
+# An archive that lacks everything that is exported, which a version script tolerates.
 echo 'int rpcrdma_stand_in;' >stand_in.c
 cc -c -fPIC stand_in.c || { FAIL "a stand-in for the library compiles"; closing; }
 cat >bin/cargo <<END
@@ -20,7 +20,7 @@ echo "\${0##*/} \$*" >>$scratch/calls
 mkdir -p target/release target/tool && rm -f target/release/librpcrdma.a && ar rc target/release/librpcrdma.a $scratch/stand_in.o
 cp $scratch/tool target/tool/rpcrdma
 END
-# In place of the command, which writes its pages and completions itself.
+# A stand-in for the command, which writes its pages and completions itself.
 cat >tool <<'END'
 #!/bin/sh
 mkdir -p "$2/man1" "$2/completions"
@@ -56,7 +56,7 @@ stale "back to the usual flags" "--locked" "${mine[@]}"
 stale "another cargo" "--locked" "CARGO=$scratch/bin/other-cargo"
 stale "another folder for what cargo makes" "--locked" "${mine[@]}" CARGO_TARGET_DIR=target/.
 build "${mine[@]}"
-# changed FILE: it is touched until it is newer than what was built last: a file's time advances by a tick of the kernel's clock.
+# changed FILE: touches it until it is newer than the last build: a file's time advances by ticks of the kernel's clock.
 changed() { until touch "$1" && [ "$1" -nt tree/build/rpcrdma ]; do :; done; }
 changed tree/src/lib.rs
 stale "a source that was changed" "--locked" "${mine[@]}"
@@ -101,7 +101,7 @@ if (umask 077; build install DESTDIR="$stage" PREFIX=/usr LIBDIR=/usr/lib/abi CA
 else
     FAIL "make install puts everything into its place" make.log
 fi
-# broken_links FOLDER: the links of its pages that lead to no file there.
+# broken_links FOLDER: prints the links in its pages that lead to no file there.
 broken_links() {
     local page link
     find "$1" -name '*.md' | while IFS= read -r page; do
@@ -160,14 +160,14 @@ fi
 
 # ----------------------------------------------------------------------------------------------------------- missing
 
-# A machine of an ordinary user: what it has are the links in `machine`.
+# The machine of an ordinary user: it has only what the links in `machine` lead to.
 mkdir machine
 for tool in bash sh cat sed sort head uname grep tee printf dirname comm awk env sleep mkdir rm touch; do
     ln -s "$(command -v $tool)" "machine/$tool"
 done
 script() { printf '#!/bin/sh\n%s\n' "$2" >"machine/$1"; chmod 755 "machine/$1"; }
 script id 'echo 1000'
-# asked WHAT: what packages.sh says there.
+# asked WHAT: runs packages.sh on that machine; `said` gets what it says.
 asked() { PATH=$scratch/machine HOME=$scratch bash "$here/packages.sh" "$@" >said 2>&1; }
 says() { if grep -Eq -- "$2" said; then ok "$1"; else FAIL "$1" said; fi; }
 silent() { if "${@:2}" && [ ! -s said ]; then ok "$1"; else FAIL "$1" said; fi; }
@@ -192,7 +192,7 @@ says "an apt without a new Rust is told what it lacks" "add Debian's security up
 if grep -q 'apt install.*rustc' said; then FAIL "and is not asked for the old one" said; fi
 rm machine/apt-cache
 
-# A sudo that asks nothing. It lets apt-get through, which writes down what it is asked for, and after that all is there.
+# A sudo that asks for no password. It runs apt-get, which records what it is asked for, and after that everything is there.
 script sudo 'shift; case $1 in env) exec "$@" ;; *) cat >/dev/null ;; esac'
 cat >machine/apt-get <<'END'
 #!/bin/bash
@@ -253,7 +253,7 @@ says "that of rustup, where Debian's comes first and is too old" "^$scratch/.car
 
 # ------------------------------------------------------------------------------------------------------------ skipped
 
-# Nor can a plain chroot have a private network, whoever asks.
+# A plain chroot cannot have a private network either, whoever asks.
 mkdir plain
 (cd plain && printf '#!/bin/sh\nexit 1\n' >unshare && chmod 755 unshare)
 for script in capture pairs netid; do

@@ -1,10 +1,10 @@
 #!/bin/bash
 # capture.sh: what an independent reader makes of the bytes. Runs part of the C tests over netid rdma in a private
 # network, with CRCs forced on, captures the loopback and has tshark decode it: MPA, DDP and RDMAP, RPC-over-RDMA,
-# RPC. Every CRC must be good, nothing malformed, and no RPC of ours may have gone over plain TCP.
+# RPC. Every CRC must be good, nothing may be malformed, and none of our RPCs may have gone over plain TCP.
 #
 #   capture.sh                  needs root for a private network, dumpcap and tshark
-#   capture.sh --check FILE     judges a capture that is there already
+#   capture.sh --check FILE     judges an existing capture
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ "${1:-}" != --check ] && [ -z "${SUITE_IN_NS:-}" ] && why=$(bash "$here/ns.sh" --possible); then
     export SUITE_IN_NS=1
@@ -12,7 +12,7 @@ if [ "${1:-}" != --check ] && [ -z "${SUITE_IN_NS:-}" ] && why=$(bash "$here/ns.
 fi
 . "$here/lib.sh"
 
-# All kinds of messages, not all sizes: tshark takes its time.
+# All kinds of messages, but not all sizes: tshark takes its time.
 tests=(clnt_create_finds_the_server payload_{to_the_server,from_the_server,both_ways}_{0,1,3,4095,4096,4097,65536,1048576}
     reply_of_unforeseen_length fixed_arrays linked_lists strings arguments_from_temporaries timeout_leaves_the_handle_usable
     late_reply_is_skipped late_reply_does_not_touch_the_callers_memory batch_of_three_one_way_calls
@@ -36,8 +36,8 @@ else
     if capture_stop; then ok "no packet dropped"; else FAIL "packets were dropped" "$capture.log"; fi
 fi
 
-# Clients of root take reserved ports, of which there are few: a pair of ports may come twice, and tshark 4.0 then reads
-# the second MPA Request as an FPDU of the first connection. So the n-th use of each pair is read in a file of its own.
+# Root's clients take reserved ports, of which there are few: a pair of ports may be used twice, and tshark 4.0 then reads
+# the second MPA Request as an FPDU of the first connection. So the n-th use of each pair is read from a file of its own.
 read_frames -r "$capture" -Y 'tcp.flags.syn == 1 && tcp.flags.ack == 0' -T fields -e tcp.stream -e tcp.srcport -e tcp.dstport |
     awk '!($1 in seen) { seen[$1] = 1; print ++n[$2 " " $3], $1 }' | sort -n >"$scratch/uses"
 read_capture() {
@@ -53,7 +53,7 @@ good=$(grep -c 'Good CRC32' "$scratch/mpa.txt")
 bad=$(grep -c 'Bad CRC32' "$scratch/mpa.txt")
 fpdus=$(grep -c 'ULPDU length' "$scratch/mpa.txt")
 
-# One row a frame: which layers, streams, opcodes, chunk lists it holds.
+# One row per frame: which layers, streams, opcodes and chunk lists it holds.
 fields=(tcp.stream tcp.srcport tcp.dstport iwarp_rdma.opcode rpcordma.msg_type rpcordma.reads_count
     rpcordma.writes_count rpcordma.reply_count rpc.msgtyp _ws.malformed _ws.expert.severity tcp.flags.syn iwarp_mpa.req
     iwarp_mpa.rep iwarp_mpa.fpdu)
@@ -64,7 +64,7 @@ replies=$(count '$14 != ""')
 messages=$(count '$5 != ""')
 over_rdma=$(count '$16 ~ /rpcordma:.*rpc/ || ($5 != "" && $9 != "")')
 malformed=$(count '$10 != ""')
-# Plain RPC over TCP belongs to rpcbind alone.
+# Only rpcbind may use plain RPC over TCP.
 plain=$(count '$9 != "" && $5 == "" && $4 == "" && $2 != "" && $2 != 111 && $3 != 111')
 
 echo "frames $(wc -l <"$scratch/rows"), MPA Requests $requests, Replies $replies, FPDUs $fpdus (CRC good $good, bad $bad)"

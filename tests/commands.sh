@@ -1,7 +1,7 @@
 #!/bin/bash
-# commands.sh: every command that README.md and the pages in docs/ tell a user to type. Each is run here, as it is written
-# there, in a private network where a host `filer` serves NFS; or a test runs it that takes longer or needs more, which is
-# named below. A command that is neither fails.
+# commands.sh: every command that README.md and the pages in docs/ tell a user to type. Each is run here as it is written
+# there, in a private network where a host `filer` serves NFS; or it is run by a test that takes longer or needs more, and
+# is named below. Any other command fails.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ -z "${COMMANDS_IN_NS:-}" ]; then
     if ! reason=$(bash "$here/ns.sh" --possible); then
@@ -14,7 +14,7 @@ fi
 export RPCRDMA_PROVIDER=auto    # as a user has it
 . "$here/lib.sh"
 
-# What is run elsewhere: a pattern of bash's, and the file whose test does it, in which the word after it is found.
+# What is run elsewhere: a bash pattern, the file of the test that runs it, and a word that must be found in that file.
 elsewhere=(
     'apt install make' tests/long/fresh.sh 'install'
     'make demo' tests/demo.sh 'demo.sh'
@@ -46,8 +46,8 @@ elsewhere=(
     'rpcrdma-run ./my_rpc_server' tests/pairs.sh 'RPCRDMA_REDIRECT'
 )
 
-# The commands of a page, a line each: of blocks that are indented by four columns, or fenced as `sh`, without the prompt, a
-# comment behind it, and what is only shown: output, settings, C.
+# The commands of a page, one per line: from blocks that are indented by four columns, or fenced as `sh`; without the prompt,
+# trailing comments, and what is only shown: output, settings, C.
 commands_of() {
     awk '
         /^```sh$/ { fenced = 1; next } /^```/ { other = fenced ? 0 : !other; fenced = 0; next }
@@ -73,7 +73,7 @@ log=$scratch/server.log
 start_ready env RPCRDMA_REDIRECT=tcp rpcrdma-run build/nfs3/nfs3d -n rdma -d /srv ||
     { FAIL "the filer serves" "$log"; closing; }
 
-# Each command of a page in a shell of that page's own, where `export` lasts; what goes on by itself goes with the page.
+# Each page has a shell of its own for its commands, where `export` lasts; what runs in the background ends with the page.
 for page in README.md docs/*.md; do
     commands_of "$page" >"$scratch/commands"
     settings= started=()
@@ -94,7 +94,7 @@ for page in README.md docs/*.md; do
             if wait_for 10 grep -qs READY "$scratch/out"; then ok "$page: $command"; else FAIL "$page: $command" "$scratch/out"; fi
             continue ;;
         esac
-        # What goes on until Ctrl-C gets one: one only, which a group would get beside it.
+        # A command that goes on until Ctrl-C gets one SIGINT; only one, since a group would get another.
         timeout --foreground --preserve-status -s INT -k 20 "$(patient 20)" bash -c "$settings$command" >"$scratch/out" 2>&1 </dev/null
         status=$?
         if [ $status -eq 0 ]; then ok "$page: $command"; else FAIL "$page: $command (status $status)" "$scratch/out"; fi

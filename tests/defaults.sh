@@ -1,7 +1,7 @@
 #!/bin/bash
-# defaults.sh COMMAND...: runs a command where no settings and bindings of this machine count: /etc/rpcrdma.conf and
-# /etc/rpcrdma.d are covered where they are there, in mounts of the command's own. Where that is not allowed it is said, and
-# they count. tests/lib.sh runs each script like that.
+# defaults.sh COMMAND...: runs a command without this machine's settings and bindings: if /etc/rpcrdma.conf and
+# /etc/rpcrdma.d exist, private mounts cover them for the command. Where mounts are not allowed, that is reported and the
+# files take effect. tests/lib.sh runs each script like this.
 if [ -n "${TEST_DEFAULTS:-}" ] || ! { [ -s /etc/rpcrdma.conf ] || [ -e /etc/rpcrdma.d ]; }; then
     export TEST_DEFAULTS=${TEST_DEFAULTS:-none}
     exec "$@"
@@ -11,7 +11,7 @@ if [ "$(id -u)" -ne 0 ]; then
     alone=(unshare --user --map-current-user --keep-caps --mount)
     back=(setpriv --inh-caps=-all --ambient-caps=-all)
 fi
-# What lies in the place of others need not have a name any more.
+# What covers the others need not have a name once it is mounted.
 cover='covered=$(mktemp -d) && mkdir "$covered/folder" && : >"$covered/file" && chmod -R a+rX "$covered" &&
     { [ ! -s /etc/rpcrdma.conf ] || mount --bind "$covered/file" /etc/rpcrdma.conf; } &&
     { [ ! -e /etc/rpcrdma.d ] || mount --bind "$covered/folder" /etc/rpcrdma.d; }

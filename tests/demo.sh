@@ -16,7 +16,7 @@ try_both() { # USER EXAMPLES PREFIX...
 
 try_both "$(id -un)" "$top/examples" env
 if [ "$(id -u)" -eq 0 ]; then
-    # The checkout may lie where nobody else may look.
+    # The checkout may lie where other users cannot read it.
     copy=$scratch/copy
     mkdir "$copy" "$copy/build" "$copy/tmp"
     cp -r "$top/examples" "$top/tests" "$top/include" "$copy" && cp "$LIBRPCRDMA" "$copy/build/librpcrdma.so.0"

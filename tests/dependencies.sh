@@ -1,6 +1,6 @@
 #!/bin/bash
-# dependencies.sh: every crate that is built here has a licence that deny.toml allows, and asks for no newer Rust than
-# Cargo.toml does. cargo-deny, where it is installed, also asks whether advisories are known.
+# dependencies.sh: every crate that is built here has a licence that deny.toml allows, and needs no newer Rust than
+# Cargo.toml does. cargo-deny, where it is installed, also checks for known advisories.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$top" || exit 1
@@ -8,7 +8,7 @@ cargo=$(bash tests/packages.sh cargo) || { FAIL "a cargo"; closing; }
 asked=(--locked --all-features)
 [ ! -d vendor ] || asked+=(--offline --config packaging/vendor.toml)
 
-# allowed CRATE: the licences, one a line, that deny.toml allows it.
+# allowed CRATE: the licences that deny.toml allows it, one per line.
 allowed() {
     sed -n '/^allow = \[/,/^\]/{s/^ *"\(.*\)",$/\1/p}' deny.toml
     sed -n "s/.*crate = \"$1\", allow = \[\"\(.*\)\"\].*/\1/p" deny.toml
@@ -16,7 +16,7 @@ allowed() {
 # clarified CRATE: what deny.toml says of a crate that has no field for its licence.
 clarified() { sed -n "/^crate = \"$1\"\$/{n;s/^expression = \"\(.*\)\"\$/\1/p}" deny.toml; }
 # permitted CRATE LICENCE: whether the licence, an SPDX expression, can be met with what is allowed. Each name becomes 1 or 0,
-# and what stands between is worked out. A slash is what crates wrote once for OR.
+# and the expression is then evaluated. A slash is the old notation of crates for OR.
 permitted() {
     local names value
     names=$(allowed "$1" | sort -r | sed 's/[.+]/\\&/g; s/.*/s~(^|[( ])&($|[) ])~\\11\\2~g/')

@@ -1,8 +1,8 @@
 #!/bin/bash
 # differ.sh [SECONDS [SEED]]: random plans of what clients and servers do (c-tests/differ.c), from SEED (1) on, for SECONDS (10).
-# What they see of it is the same over stock tcp and over rdma, through shared memory and over software iWARP.
+# They must see the same over stock tcp and over rdma, through shared memory and over software iWARP.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# What a program takes back at rpcbind is not to reach the machine's own.
+# When a program unregisters, that must not reach the machine's own rpcbind.
 if [ -z "${DIFFER_IN_NS:-}" ] && NO_RPCBIND=1 bash "$here/ns.sh" --possible >/dev/null; then
     NO_RPCBIND=1 DIFFER_IN_NS=1 exec bash "$here/ns.sh" bash "${BASH_SOURCE[0]}" "$@"
 fi
@@ -13,7 +13,7 @@ cd "$scratch" || exit 1
 cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o differ "$top/c-tests/differ.c" \
     $(pkg-config --cflags --libs libtirpc) 2>cc.log || { FAIL "differ.c compiles" cc.log; closing; }
 
-# plans NAME COMMAND...: writes what these plans print to the file NAME, in order.
+# plans NAME COMMAND...: writes what these plans print to the file NAME, sorted.
 plans() {
     local name=$1 status; shift
     timeout -k 5 "$(patient 300)" "$@" "$seed" $((seed + together - 1)) >unsorted 2>err
@@ -34,7 +34,7 @@ while :; do
         differ=yes
         for ((one = seed; one < seed + together; one++)); do
             of_seed $one tcp >expected; of_seed $one $provider >got
-            # Those behind one that hangs or dies are nowhere.
+            # The plans after one that hangs or dies print nothing.
             { [ -s got ] && ! cmp -s expected got; } || continue
             { diff expected got | grep -m 1 '^<' || echo "< nothing"
               diff expected got | grep -m 1 '^>' || echo "> nothing"

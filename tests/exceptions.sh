@@ -12,12 +12,12 @@ compile() {
     g++ -std=c++17 -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o "$1" "$top/c-tests/exceptions.cpp" \
         $(pkg-config --cflags libtirpc) "${@:2}" $(pkg-config --libs libtirpc) 2>cc.log
 }
-# report NAME COMMAND...: takes over the lines of the program, which must end well and write nothing to stderr.
+# report NAME COMMAND...: passes on the lines of the program, which must succeed and write nothing to stderr.
 report() {
     local name=$1 line; shift
     timeout -k 5 "$(patient 300)" "$@" >out 2>err
     local status=$?
-    # The address sanitizer says so at every swapcontext(3).
+    # The address sanitizer prints this at every swapcontext(3).
     sed -i '/ASan doesn.t fully support makecontext\/swapcontext/d' err
     while read -r line; do
         case $line in ok*) ok "$name: ${line#ok    }" ;; esac
@@ -29,11 +29,11 @@ compile exceptions || { FAIL "exceptions.cpp compiles" cc.log; closing; }
 report tcp ./exceptions tcp
 report rdma "${preloaded[@]}" ./exceptions rdma
 report "version two" "${preloaded[@]}" RPCRDMA_VERSION=auto ./exceptions rdma
-# Nobody waits without sleeping: more requests are left to the loop's next turn.
+# Without polling, more requests are left to the loop's next turn.
 report "shared memory" "${preloaded[@]}" RPCRDMA_PROVIDER=local RPCRDMA_POLL=0 ./exceptions rdma
 if compile exceptions-asan -fsanitize=address,undefined -fno-sanitize-recover=all -static-libasan -static-libubsan; then
-    # The library is not instrumented: what is found is its use of what the sanitizer's malloc has freed, and the program's.
-    # A thread that ends in the middle of a call is one that the leak checker does not understand.
+    # The library is not instrumented: the sanitizer finds uses of freed memory by the library, and errors of the program.
+    # The leak checker does not understand a thread that ends in the middle of a call.
     report asan "${preloaded[@]}" ASAN_OPTIONS=detect_leaks=0 ./exceptions-asan rdma
 else
     skip "with the address sanitizer" "g++ has none"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# gss.sh: with RPCSEC_GSS and a KDC of their own, calls back (c-tests/gss_back.c: rule 144), and a server of several threads
+# gss.sh: RPCSEC_GSS with a private KDC: calls back (c-tests/gss_back.c: rule 144), and a server of several threads
 # (c-tests/gss_threads.c); both also under valgrind.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"

@@ -1,4 +1,4 @@
-//! The committed header is what cbindgen makes of the C API, and the version script exports what it declares.
+//! The committed header is what cbindgen generates from the C API, and the version script exports what the header declares.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -17,7 +17,8 @@ fn generated() -> String {
     for_c(&String::from_utf8(header).expect("a header is text"))
 }
 
-/// What cbindgen has no setting for: the numbers of requests as they are in the source, and no headings of rustdoc.
+/// What cbindgen has no setting for: writes the numbers of requests as they are in the source, and leaves out rustdoc's
+/// headings.
 fn for_c(header: &str) -> String {
     let mut mended = String::with_capacity(header.len());
     for line in header.lines().filter(|line| !line.trim_start().starts_with("// # ")) {

@@ -1,5 +1,5 @@
 #!/bin/bash
-# inside.sh: what XDR procedures do with the very handle that they run for (c-tests/inside.c); as it is, with the address
+# inside.sh: what XDR procedures do with the very handle that they run for (c-tests/inside.c); run plainly, with the address
 # sanitizer, and under valgrind.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
@@ -18,7 +18,7 @@ report "version two" env RPCRDMA_VERSION=2 ./inside
 if ! command -v clang >/dev/null; then
     skip "with the address sanitizer" "no clang with its sanitizers is installed"
 elif compile inside-asan clang -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer; then
-    # The library is not instrumented: what is found is its use of what the sanitizer's malloc has freed, and the program's.
+    # The library is not instrumented: the sanitizer finds uses of freed memory by the library, and errors of the program.
     report asan env ASAN_OPTIONS=detect_leaks=0 ./inside-asan
 elif grep -q 'libclang_rt\|asan' cc.log; then
     skip "with the address sanitizer" "no clang with its sanitizers is installed"

@@ -1,6 +1,6 @@
 #!/bin/bash
 # late.sh: requests that a server puts off and answers later, beside its loop, and routines that take their time with a long call
-# (c-tests/late.c); as it is, and under valgrind. And forks in the midst of a routine (c-tests/handler.c).
+# (c-tests/late.c); run plainly, and under valgrind. And forks in the midst of a routine (c-tests/handler.c).
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1

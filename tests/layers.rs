@@ -1,11 +1,11 @@
-//! Rules about the source that no compiler checks: who may use whom, and how a C function starts.
+//! Rules about the source that no compiler checks: which module may use which, and how a C function starts.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Files that are one thing, and so may use each other: each with the reason. Everywhere else files beside each other have an
-/// order.
+/// Files that belong together, and so may use each other, each with the reason. Everywhere else, files of the same folder
+/// have an order.
 const TOGETHER: &[(&str, &[&str])] = &[
     ("driver", &["backlog", "link"]), // The link; its queue of what is not sent.
     ("driver", &["busy", "server"]),  // A connection, and the loop that looks at busy ones.
@@ -13,7 +13,7 @@ const TOGETHER: &[(&str, &[&str])] = &[
     ("provider", &["iwarp", "local"]), // Shared memory is another stream of software iWARP.
     ("provider::verbs", &["cm", "library", "mock", "queues"]), // The mock takes the place of what it is called by.
     ("tirpc", &["adapters", "beside", "interpose"]),           // Interposed functions, and what they lead to.
-    // A CLIENT that serves, a transport that calls, and threads that it gives its requests to.
+    // A CLIENT that serves, a transport that calls, and threads that the transport gives its requests to.
     ("tirpc", &["callback", "client", "threads", "transport"]),
     ("wire", &["header", "v1", "v2"]), // The header, and its codecs.
 ];
@@ -37,7 +37,7 @@ fn sources() -> Vec<(PathBuf, String)> {
     sources
 }
 
-/// The module that a file is, from the top of the crate.
+/// The path of a file's module, from the top of the crate.
 fn module(path: &Path) -> Vec<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let path = path.strip_prefix(root).expect("under src").with_extension("");
@@ -49,7 +49,7 @@ fn is_of_tests(path: &Path) -> bool {
     module(path).iter().any(|part| part == "tests")
 }
 
-/// The part of a source that is in the library.
+/// The part of a source that goes into the library.
 fn code(text: &str) -> String {
     let end = ["mod tests {", "pub(super) mod tests {"]
         .iter()
@@ -59,7 +59,7 @@ fn code(text: &str) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// The paths that begin here: several, if it has braces. Returns what follows.
+/// Collects the paths that begin here: several, if there are braces. Returns what follows.
 fn paths<'a>(mut text: &'a str, found: &mut Vec<Vec<String>>) -> &'a str {
     let mut path: Vec<String> = Vec::new();
     loop {
@@ -70,7 +70,7 @@ fn paths<'a>(mut text: &'a str, found: &mut Vec<Vec<String>>) -> &'a str {
                 let mut inner = Vec::new();
                 let rest = paths(text, &mut inner);
                 found.extend(inner.into_iter().map(|tail| [path.clone(), tail].concat()));
-                // A new name, a comma; or something that is no path.
+                // A new name, a comma, or something that is not a path.
                 text = rest.trim_start_matches(|c: char| !matches!(c, '{' | '}') && !c.is_alphabetic());
                 if let Some(renamed) = text.strip_prefix("as ") {
                     text = renamed.trim_start_matches(|c: char| c.is_alphanumeric() || c == '_');
@@ -116,7 +116,7 @@ fn uses() -> BTreeMap<Vec<String>, BTreeSet<Vec<String>>> {
                     let ups = path.iter().take_while(|name| *name == "super").count();
                     let base = if ups == 0 { &[][..] } else { &module[..module.len().saturating_sub(ups)] };
                     let full = [base, &path[ups.max(1)..]].concat();
-                    // What is in no module of the crate is in its top: macros.
+                    // What is in no module of the crate is at its top: macros.
                     let known =
                         (1..=full.len()).rev().map(|n| full[..n].to_vec()).find(|m| modules.contains(m));
                     own.extend(known.filter(|known| known != module));
@@ -163,7 +163,7 @@ fn a_module_uses_only_modules_below_it_in_the_picture() {
 
 #[test]
 fn files_beside_each_other_have_an_order_or_are_one_thing() {
-    // For each folder: which of what lies there uses which.
+    // For each folder: which of its modules uses which.
     let mut beside: BTreeMap<Vec<String>, BTreeMap<String, BTreeSet<String>>> = BTreeMap::new();
     for (module, used) in uses() {
         for other in used {
@@ -200,20 +200,21 @@ fn files_beside_each_other_have_an_order_or_are_one_thing() {
     assert_eq!(found, allowed.collect());
 }
 
-/// Above `provider` a device is what its traits say; the words of the configuration for devices are strings.
+/// Above `provider` a device is what its traits say; only the configuration's words for devices name one, and they are
+/// strings.
 #[test]
 fn nothing_above_the_providers_names_a_device() {
     let devices = ["iwarp", "verbs"];
     let mut wrong = Vec::new();
     for (path, text) in sources() {
-        // Tests connect real devices to each other, and targets of fuzzing reach into them.
+        // Tests connect real devices to each other, and fuzz targets reach into them.
         let excepted = ["provider", "fuzz"].contains(&&*module(&path)[0]) || path.ends_with("driver/load.rs");
         if excepted || is_of_tests(&path) {
             continue;
         }
         let code = text.split("mod tests {").next().unwrap_or(&text);
         for line in code.lines().filter(|line| !line.trim_start().starts_with("//")) {
-            // What stands in quotation marks is for people.
+            // What is in quotation marks is for people.
             let code: String = line.split('"').step_by(2).collect();
             let words = code.split(|c: char| !c.is_alphanumeric() && c != '_');
             if words.map(str::to_lowercase).any(|word| devices.contains(&&*word)) {
@@ -229,7 +230,7 @@ fn every_c_function_starts_with_the_guard() {
     let mut wrong = Vec::new();
     let mut seen = 0;
     for (path, text) in sources() {
-        // What takes the place of rdma-core in tests is not called by programs.
+        // Programs do not call what takes the place of rdma-core in tests.
         if path.ends_with("verbs/mock.rs") || is_of_tests(&path) {
             continue;
         }
@@ -238,7 +239,7 @@ fn every_c_function_starts_with_the_guard() {
         let guarded = |start: &str| {
             ["guard(", "ffi::guard(", "guard_passing("].iter().any(|name| start.starts_with(name))
         };
-        // What is of the type of a function that may unwind need not do so.
+        // A function of a type that may unwind need not do so.
         let passing = |start: &str| {
             let names = [
                 "guard_in_steps(",

@@ -1,5 +1,5 @@
 # Sourced by the shell tests, the demo and the benchmark: a scratch directory that always goes away, children that
-# always end, result lines that all look alike, and the one place that knows how the library is put into a program
+# always end, result lines that all look alike, and the one place that knows how the library is loaded into a program
 # and what its log looks like.
 #
 # LIBRPCRDMA names the library (default: build/librpcrdma.so.0). Needs bash.
@@ -12,7 +12,7 @@ fi
 LIBRPCRDMA=$(realpath -m "${LIBRPCRDMA:-$top/build/librpcrdma.so.0}")
 export LIBRPCRDMA
 unset RPCRDMA_REDIRECT RPCRDMA_LOG RPCRDMA_FALLBACK
-# Two ends on one host would share memory, and most tests are about what goes over a network.
+# Two ends on one host would share memory, but most tests are about what goes over a network.
 export RPCRDMA_PROVIDER=${RPCRDMA_PROVIDER-iwarp}
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/rpcrdma.XXXXXX")
 children=()
@@ -40,8 +40,8 @@ closing() {
     [ "$failed" -eq 0 ]; exit
 }
 
-# patient SECONDS: prints a limit of time, longer on a machine that is busy with other things: so many times as
-# TEST_PATIENCE says, or else as processes wait for each processor, above three, which may be the tests themselves.
+# patient SECONDS: prints a time limit, which is longer on a machine that is busy with other things: multiplied by
+# TEST_PATIENCE, or else by the load per processor if that is above three; up to three may be the tests' own.
 patient() {
     local load
     read -r load _ </proc/loadavg
@@ -50,8 +50,8 @@ patient() {
         printf "%d\n", limit * factor }'
 }
 
-# wait_for SECONDS COMMAND...: for programs that do not say when they are ready. Polls; never longer than SECONDS, which
-# are patient.
+# wait_for SECONDS COMMAND...: for programs that do not say when they are ready. Polls until COMMAND succeeds, for at most
+# SECONDS, extended as by patient().
 wait_for() {
     local end=$((${EPOCHREALTIME/./} + $(patient "$1") * 1000000)); shift
     while ! "$@" >/dev/null 2>&1; do
@@ -67,11 +67,11 @@ start_ready() {
     exec {fd}< <(exec "$@" 2>>"${log:-/dev/stderr}")
     server=$!; children+=("$server"); port=
     read -r -t "$(patient 30)" -u "$fd" word port || true
-    # The pipe stays open: a server that prints later must not die of it.
+    # The pipe stays open, so that a server that prints later does not die of SIGPIPE.
     [ "${word:-}" = READY ] && [ -n "$port" ]
 }
 
-# start_silent: a peer that takes connections and says nothing. Sets server, port.
+# start_silent: a peer that accepts connections and says nothing. Sets server, port.
 start_silent() {
     start_ready python3 -c '
 import socket
@@ -83,8 +83,8 @@ while True:
 }
 
 # capture_start FILE [FILTER]: captures the loopback until capture_stop. False if dumpcap does not start.
-# It says that it captures before it does: a datagram of ours in the file shows that it has begun, and another that it
-# has written everything before.
+# dumpcap says that it captures before it does. A datagram of ours in the file shows that it has begun, and another one
+# that it has written everything before that.
 capture_start() {
     captured=$1
     dumpcap -q -i lo -B 64 ${2:+-f "($2) or udp port 9"} -w "$captured" 2>"$captured.log" &
@@ -97,8 +97,8 @@ capture_stop() {
     kill -INT "$dumpcap"; wait "$dumpcap" 2>/dev/null
     grep -Eq 'dropped on interface.*: [0-9]+/0 ' "$captured.log"
 }
-# read_frames OPTION...: tshark. What a stream holds counts before its ports, which may be another protocol's (639, one of those
-# that root's clients take, is MSDP's); and what two processors send may be captured in the wrong order.
+# read_frames OPTION...: tshark. The contents of a stream take precedence over its ports, which may be another protocol's (639,
+# which root's clients may use, is MSDP's); and frames sent by two processors may be captured out of order.
 read_frames() {
     tshark -n -o tcp.try_heuristic_first:TRUE -o tcp.reassemble_out_of_order:TRUE "$@" 2>/dev/null
 }
@@ -106,12 +106,12 @@ read_frames() {
 # stop PID: ends a child and waits for its end.
 stop() { kill "$1" 2>/dev/null; wait "$1" 2>/dev/null; return 0; }
 
-# Prefixes of a command: with the library, for programs that name netid "rdma" themselves; and moved, for programs
-# that know only "tcp".
+# Prefixes for a command: preloaded, for programs that name netid "rdma" themselves; and moved, for programs that know
+# only "tcp".
 preloaded=(env LD_PRELOAD="$LIBRPCRDMA")
 moved=(env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp)
 
-# report NAME COMMAND...: takes over the lines "ok" and "skip" of a program, which must end well, within $limit seconds (300), and
+# report NAME COMMAND...: passes on the lines "ok" and "skip" of a program, which must succeed within $limit seconds (300), and
 # write nothing to stderr.
 report() {
     local name=$1 line reason status; shift

@@ -1,22 +1,21 @@
 #!/bin/bash
 # load.sh [CALLS [SEED [TRANSPORT...]]]: a load of many clients, threads and servers at once, over tcp and over RDMA.
 #
-# From the seed follow CALLS calls (1200) of three client processes with four threads each: of 0 to 16 MiB, with timeouts
-# from 1 ms, on CLIENTs and AUTHs of their own and shared ones, one-way calls, calls back, at servers of which some are
+# The seed determines CALLS calls (1200) of three client processes with four threads each: calls of 0 to 16 MiB, with
+# timeouts from 1 ms, on their own and on shared CLIENTs and AUTHs, one-way calls, calls back, to servers of which some are
 # healthy, one is slow, one hangs, one hangs again and again, one dies and returns; over connections that are slow, and
-# that are cut, half closed and stalled; with 1 to 4096 credits and Receives of several lengths. They are made over
-# stock tcp, and then, the same ones, over each transport: rdma, moved (RPCRDMA_REDIRECT=tcp), two (Version Two),
-# placed (with a binding). What does not race must end as it did over tcp, with the contents that follow from the seed; what
-# races must end in one of the ways that there are; no call ends later than a second after its timeout; and descriptors
-# and memory come back, and all servers still serve.
+# that are cut, half closed and stalled; with 1 to 4096 credits and Receives of several lengths. The same calls are made
+# over stock tcp and then over each transport: rdma, moved (RPCRDMA_REDIRECT=tcp), two (Version Two), placed (with a
+# binding). Calls that do not race must end as they did over tcp, with the contents that follow from the seed; calls that
+# race must end in one of the possible ways; no call may end later than a second after its timeout; and descriptors and
+# memory must come back, and all servers still serve.
 #
 # On a machine that is busy with other things the second is longer: a thread of each client that only sleeps tells by how
-# much. TEST_PATIENCE=3 makes it three beforehand. LOAD_TABLE=yes prints a table for each
-# transport, LOAD_VERBOSE=yes what the processes held, LOAD_KEEP=DIR keeps what the clients wrote down. LOAD_LOG=LEVEL
-# has every process log to that folder, and LOAD_GDB=yes shows where processes are that hang. c-tests/load.h is where
-# to read on.
+# much. TEST_PATIENCE=3 makes it three seconds from the start. LOAD_TABLE=yes prints a table for each transport,
+# LOAD_VERBOSE=yes what the processes held; LOAD_KEEP=DIR keeps the clients' records. LOAD_LOG=LEVEL has every process log
+# to that folder, and LOAD_GDB=yes shows where processes hang. c-tests/load.h tells more.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# In a network of its own its connections can be slowed, and nothing else has its ports.
+# In a private network its connections can be slowed, and nothing else uses its ports.
 if [ -z "${LOAD_IN_NS:-}" ] && bash "$here/ns.sh" --possible >/dev/null; then
     LOAD_IN_NS=1 NO_RPCBIND=1 exec bash "$here/ns.sh" bash "${BASH_SOURCE[0]}" "$@"
 fi
@@ -31,7 +30,7 @@ make -s -C "$top/c-tests" OUT="$scratch/build" "$scratch/build/load" >"$scratch/
 load=$scratch/build/load
 results=${LOAD_KEEP:-$scratch}
 
-# What leads to one server is slow: by the kernel, where it can, and else by a proxy.
+# Connections to one server are slow: the kernel slows them where it can, otherwise a proxy does.
 slow_port=20100 slow=(-f $slow_port) slowed='by netem'
 slow_down() {
     [ -n "${LOAD_IN_NS:-}" ] &&
@@ -42,7 +41,7 @@ slow_down() {
 }
 slow_down >/dev/null 2>&1 || slow=() slowed='by a proxy: no netem here'
 
-# over TRANSPORT: the calls, over it.
+# over TRANSPORT: makes the calls over it.
 over() {
     mkdir -p "$results/$1"
     "$load" run -m "$1" -d "$results/$1" -n "$calls" -s "$seed" -l "$LIBRPCRDMA" -b "$top/c-tests/load.conf" \
@@ -68,7 +67,7 @@ for transport; do
         cat "$scratch/log" >>"$scratch/$transport.log"
         FAIL "$what, and none is late: bash tests/load.sh $calls $seed $transport" "$scratch/$transport.log"
     fi
-    # The table of tcp was there before.
+    # The table for tcp was printed before.
     [ -z "${LOAD_TABLE:-}" ] || sed -n "/^$transport:/,\$p" "$scratch/table"
 done
 closing

@@ -1,12 +1,12 @@
 #!/bin/bash
-# local.sh [SECONDS [COUNT [SEED]]]: memory that two processes of one host share (RPCRDMA_PROVIDER=local), by programs
+# local.sh [SECONDS [COUNT [SEED]]]: memory that two processes of one host share (RPCRDMA_PROVIDER=local), tested with programs
 # (c-tests/local.c): peers that rewrite it at random, for SECONDS (3) at either end; COUNT (40) processes that are killed, at
-# either end; processes that are stopped; long calls that are given up; a server's loop that is elsewhere; other local users,
+# either end; processes that are stopped; long calls that are given up; a server's loop that is elsewhere; other local users
 # who disturb the handshake; what may be done with a segment; other users, process and network namespaces.
 #
-# tests/long/local.sh has the figures too, and what takes longer: LOCAL_LONG=yes.
+# tests/long/local.sh also gives the figures, and runs what takes longer: LOCAL_LONG=yes.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-# In a network of its own it can make another one beside, and nobody else has its names.
+# In a private network it can create another one beside that, and nobody else uses its names.
 if [ -z "${LOCAL_IN_NS:-}" ] && bash "$here/ns.sh" --possible >/dev/null; then
     LOCAL_IN_NS=1 NO_RPCBIND=1 exec bash "$here/ns.sh" bash "${BASH_SOURCE[0]}" "$@"
 fi
@@ -16,7 +16,7 @@ PATH=$PATH:/usr/sbin:/sbin
 seconds=${1:-3} count=${2:-40} seed=${3:-1}
 export RPCRDMA_PROVIDER=local
 
-# Other users are to find it.
+# Other users must be able to find it.
 chmod 711 "$scratch"
 ln -s librpcrdma.so.0 librpcrdma.so
 cp "$LIBRPCRDMA" librpcrdma.so.0 || { FAIL "$LIBRPCRDMA is missing"; closing; }
@@ -26,7 +26,7 @@ cc -g -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -rdynamic -o lo
     -L"$scratch" -Wl,-rpath,"$scratch" -lrpcrdma $(pkg-config --libs libtirpc) 2>cc.log ||
     { FAIL "the program does not build" cc.log; closing; }
 
-# report NAME LIMIT ARGUMENT...: takes over the lines of the program, which must end well within so many seconds.
+# report NAME LIMIT ARGUMENT...: passes on the lines of the program, which must succeed within LIMIT seconds.
 report() {
     local name=$1 limit=$2 line why status; shift 2
     PATIENCE=$(patient 2) timeout -k 5 "$(patient "$limit")" ./local "$@" >out 2>err
@@ -55,8 +55,8 @@ report elsewhere 120 elsewhere
 
 # ---- Users and namespaces ----
 
-# goes NAME EXPECTED ADDRESS COMMAND...: a client that is begun with COMMAND gets right answers from the server that runs, through
-# "memory" or "no memory"; or its error holds EXPECTED.
+# goes NAME EXPECTED ADDRESS COMMAND...: a client that is started with COMMAND gets right answers from the running server through
+# EXPECTED, "memory" or "no memory"; or its error contains EXPECTED.
 goes() {
     local name=$1 expected=$2 address=$3; shift 3
     timeout -k 5 "$(patient 60)" "$@" ./local client "$address" "$port" >out 2>err
@@ -65,9 +65,9 @@ goes() {
     *) if grep -q "^\(none\|wrong\) .*$expected" out; then ok "$name"; else cat out >>err; FAIL "$name" err; fi ;;
     esac
 }
-# One that is begun with unshare(1), which lets no other signal end it.
+# With SIGKILL: unshare(1), which may have started the server, lets no other signal end it.
 kill_server() { kill -KILL "$server"; wait "$server" 2>/dev/null; }
-# serves COMMAND...: a server that is begun with it.
+# serves COMMAND...: starts a server with it.
 serves() {
     log=server.log
     start_ready "$@" ./local server || { FAIL "a server: $*" server.log; return 1; }
@@ -94,7 +94,7 @@ if serves env RPCRDMA_PROVIDER=iwarp; then
     stop "$server"
 fi
 
-# To the kernel memory that is shared is a file.
+# To the kernel, shared memory is a file.
 short=(bash -c 'ulimit -f 100 && exec "$@"' -)
 if serves; then
     goes "a client that may write no long files, and nothing but memory: $refused" "$refused" 127.0.0.1 "${short[@]}"
@@ -109,7 +109,7 @@ if serves env RPCRDMA_PROVIDER=auto "${short[@]}"; then
     stop "$server"
 fi
 
-# What a peer has passed may be refused: by a limit, or by a security module.
+# Mapping what a peer has passed may be refused, by a limit or by a security module.
 none=(env NO_SEGMENTS=yes RPCRDMA_PROVIDER=auto)
 if serves "${none[@]}"; then
     goes "a server that cannot use what it gets: software iWARP" "no memory" 127.0.0.1 env RPCRDMA_PROVIDER=auto

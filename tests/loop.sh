@@ -1,5 +1,5 @@
 #!/bin/bash
-# loop.sh: svc_run(3) (c-tests/loop.c): libtirpc's own, and the library's over tcp and over rdma; as it is, and under valgrind.
+# loop.sh: svc_run(3) (c-tests/loop.c): libtirpc's own, and the library's over tcp and over rdma; run plainly, and under valgrind.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1

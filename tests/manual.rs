@@ -1,4 +1,4 @@
-//! What is written for users is what the library does: settings, versions, the example, the manual pages.
+//! What is written for users agrees with what the library does: settings, versions, the example, the manual pages.
 
 use std::fs;
 use std::path::Path;
@@ -62,7 +62,7 @@ fn the_manual_page_of_bindings_has_every_word_and_its_examples_are_understood() 
     assert_eq!(examples.len(), 3);
     assert_eq!(registry.add_text("rpcrdma-bindings.5", &examples.join("\n")), [""; 0]);
 
-    // The error for an unknown word lists the words that there are.
+    // The error for an unknown word lists the known words.
     let words = |line: &str| -> Vec<String> {
         let error = registry.add_text("t", line).concat();
         let (_, list) = error.split_once("must be ").expect("a list");
@@ -107,7 +107,7 @@ fn the_symbols_of_the_package_are_those_that_the_library_exports() {
     let symbols = read("debian/librpcrdma0.symbols");
     let own =
         symbols.lines().filter_map(|line| line.strip_prefix(' ')?.split_once(' ')).map(|(name, _)| name);
-    // The nodes of versions are symbols too, named twice.
+    // Version nodes are symbols too, named as `NODE@NODE`.
     let own: Vec<String> =
         own.filter(|name| name.split('@').next() != name.split('@').nth(1)).map(str::to_owned).collect();
     let wanted: Vec<String> =

@@ -1,6 +1,6 @@
 #!/bin/bash
 # nested.sh: dispatch routines that run the service loop, or jump out of it (c-tests/nested.c): over stock tcp, with the library's
-# svc_run and with the program's own loop, threads with a CLIENT each and with one for all; and under valgrind.
+# svc_run and with the program's own loop; threads with a CLIENT each or one for all; and under valgrind.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1

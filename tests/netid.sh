@@ -1,18 +1,18 @@
 #!/bin/bash
 # netid.sh: the netids "rdma" and "rdma6" at libtirpc's boundary, with a stock rpcbind and unmodified programs: entries
-# and addresses, registration, look-up, rpcinfo, NETPATH, a wrong setting, RPCRDMA_REDIRECT, and nothing changed for
-# programs that do not ask. Needs root for a private network.
+# and addresses, registration, look-up, rpcinfo, NETPATH, a wrong setting, RPCRDMA_REDIRECT; nothing changes for
+# programs that do not ask for it. Needs root for a private network.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ -z "${NETID_IN_NS:-}" ]; then
     why=$(bash "$here/ns.sh" --possible) || { echo "skip  netid.sh ($why)"; exit 0; }
     NETID_IN_NS=1 exec bash "$here/ns.sh" bash "${BASH_SOURCE[0]}"
 fi
 . "$here/lib.sh"
-# A name of the tests, not of the library, which refuses settings that it does not know.
+# This name is the tests', not the library's, which refuses settings that it does not know.
 cd "$scratch" || exit 1
 program=536870997    # 0x20000055
 
-# check NAME EXPECTED COMMAND...: standard output and error of the command, as an extended regular expression.
+# check NAME EXPECTED COMMAND...: the command's standard output and error must match an extended regular expression.
 check() {
     local name=$1 expected=$2; shift 2
     "$@" >out 2>&1
@@ -60,7 +60,7 @@ cmp -s dump.tcp dump.rdma && ok "rpcinfo -T rdma lists what -T tcp lists" || FAI
 stop "$server"
 check "svc_unreg removes the rows" '^$' rows
 
-# rpcbind itself is reached over tcp only, and nobody is told otherwise.
+# rpcbind itself can only be reached over tcp, and nobody is told otherwise.
 check "rpcbind on netid rdma: an error by name, tcp at its address" \
     'by name: RPC: Program not registered; program 100000 is rpcbind itself, which is reached over tcp.* at its address: tcp, RPC: Success its list: there' \
     run ./netid rpcbind rdma
@@ -79,7 +79,7 @@ check "registered for tcp only: what its server needs" \
     'not registered on netid rdma at 127\.0\.0\.1, but on tcp, tcp6: its server must run with librpcrdma, and with RPCRDMA_REDIRECT' \
     run ./netid call 127.0.0.1 1 rdma
 stop "$server"
-# serve_on NETID [COMMAND...]: a server on one netid.
+# serve_on NETID [COMMAND...]: starts a server on one netid.
 serve_on() {
     local netid=$1; shift
     log=$scratch/server.log start_ready "$@" "${preloaded[@]}" ./netid serve_on "$netid" || FAIL "server on $netid starts" server.log
@@ -92,7 +92,7 @@ check "no IPv4 address, and which netid has one" 'RPC: ::1 has no IPv4 address, 
     run rpcinfo -T rdma ::1 $program 1
 stop "$server"; rpcinfo -d $program 1 2>/dev/null
 
-# Another user's row. The checkout may lie where nobody else may look.
+# Another user's row. The checkout may lie where other users cannot read it.
 chmod 755 "$scratch"
 cp "$LIBRPCRDMA" librpcrdma.so.0
 preloaded=(env LD_PRELOAD="$scratch/librpcrdma.so.0")
@@ -169,14 +169,14 @@ stop "$server"
 
 serve RPCRDMA_REDIRECT=udp -- udp
 [ "$(uaddr rdma)" = "$(uaddr udp)" ] && [ -n "$(uaddr udp)" ] && ok "udp moved: same address" || FAIL "udp moved"
-# The listener comes with the first turn of the server's loop.
+# The server's loop creates the listener at its first turn.
 called() { run ./netid call 127.0.0.1 1 rdma | grep -q '^rdma: RPC: Success'; }
 wait_for 10 called && ok "udp moved: by netid" || FAIL "udp moved: by netid"
 check "udp moved: a stock client is served" '^udp: RPC: Success' ./netid call 127.0.0.1 1 udp
 stop "$server"
 check "udp moved: rows removed" '^$' rows
 
-# A server that binds the TCP port of the same number itself, after its udp is registered.
+# A server that itself binds the TCP port of the same number after its udp is registered.
 beside() { log=$scratch/server.log start_ready "${preloaded[@]}" RPCRDMA_REDIRECT=udp RPCRDMA_LOG=warn ./netid beside 20111 "$@"; }
 for how in plain daemon workers; do
     for tcp in tcp ''; do
@@ -201,7 +201,7 @@ grep -q 'not listening at 0.0.0.0:20111 beside the datagram transport: .* netid 
 stop "$server"; stop "$other"
 rpcinfo -d $program 1 2>/dev/null
 
-# Nothing but adapters: neither a socket that a program has connected or accepted, nor what a server accepts.
+# Only adapters: neither a socket that a program has connected or accepted, nor what a server accepts.
 only="RPCRDMA_PROVIDER=verbs RPCRDMA_LOG=error"
 serve -- rdma
 check "a CLIENT on a connected socket" '^RPC: Success' run ./netid connected rdma

@@ -1,9 +1,9 @@
 #!/bin/bash
 # nfs.sh: the NFS version 3 server and client of the examples, which know only libtirpc, with files of awkward
 # sizes, symbolic links and a directory of many pages: stock over tcp, over netid rdma on a fixed port, and as
-# programs for tcp that are moved. Each with results in memory of libtirpc's and in a buffer of the client's (-P).
+# programs for tcp that are moved. Each with results in libtirpc's memory and in a buffer of the client's (-P).
 #
-# As root it runs in a private network: the first leg finds its server by rpcbind, the second one on port 20049. As
+# As root it runs in a private network: the first leg finds its server by rpcbind, the second one on port 20049. For
 # an ordinary user all servers take free ports.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ -z "${NFS_IN_NS:-}" ] && bash "$here/ns.sh" --possible >/dev/null; then
@@ -23,7 +23,7 @@ cd "$scratch" || exit 1
 mkdir outside
 echo secret >outside/file
 
-# serve NAME LISTEN PREFIX...: a server of its own directory. Sets nfs, the client's command with that prefix.
+# serve NAME LISTEN PREFIX...: starts a server with a directory of its own. Sets nfs, the client's command with that prefix.
 serve() {
     local name=$1 listen=$2 ports=() port mount_port; shift 2
     mkdir -p "served-$name"
@@ -35,7 +35,7 @@ serve() {
     [ -z "${listen##*-n rdma*}" ] && ports+=(-n rdma)
     nfs=("$@" ./nfs3 "${ports[@]}")
 }
-# expect NAME STATUS COMMAND...: the client fails, and says this.
+# expect NAME STATUS COMMAND...: the client must fail, and print STATUS.
 expect() {
     local name=$1 status=$2; shift 2
     if "${nfs[@]}" 127.0.0.1 "$@" >out 2>&1; then FAIL "$name" out
@@ -75,7 +75,7 @@ else
 fi
 leg moved "-n tcp -a 127.0.0.1" "${moved[@]}"
 
-# rule 123: a server that may be asked with RPCSEC_GSS is there over TCP too. A moved one is, on the same port.
+# rule 123: a server that may be called with RPCSEC_GSS can be reached over TCP too. A moved one can, on the same port.
 if serve both "-n tcp -a 127.0.0.1" "${moved[@]}"; then
     nfs=("${nfs[@]:${#moved[@]}}")
     if "${nfs[@]}" 127.0.0.1 check -N 3 -L 5 1 70001 >out 2>&1; then ok "a stock client at a moved server"; else FAIL "a stock client at a moved server" out; fi
@@ -98,7 +98,7 @@ if serve threads "-n rdma -a 127.0.0.1 -t 4" "${preloaded[@]}"; then
     stop "$server"
 fi
 
-# What an independent reader sees: Read chunks in WRITE and SYMLINK, Write chunks in READ and READLINK, and nothing else.
+# What an independent decoder sees: Read chunks in WRITE and SYMLINK, Write chunks in READ and READLINK, and no others.
 captured() {
     local tool
     [ -n "${NFS_IN_NS:-}" ] || { skip "a capture" "needs root for a private network"; return; }
@@ -108,7 +108,7 @@ captured() {
     "${nfs[@]}" -P 127.0.0.1 check -N 300 -L "$links" "${sizes[@]}" >out 2>&1 || FAIL "the captured check" out
     capture_stop || FAIL "packets were dropped" "$scratch/nfs.pcap.log"
     stop "$server"
-    # A message that has Read chunks is dissected no further than its header: data.data is the rest of it.
+    # A message with Read chunks is dissected only up to its header; data.data is the rest.
     read_frames -r nfs.pcap -Y 'rpcordma && tcp.dstport == 20049' -T fields -E separator=/t -E aggregator=, \
         -e rpcordma.msg_type -e rpcordma.reads_count -e rpcordma.writes_count -e rpcordma.reply_count \
         -e rpcordma.position -e rpcordma.rdma_length -e rpc.procedure -e data.data >calls
@@ -147,7 +147,7 @@ captured() {
 }
 captured
 
-# What is copied for one WRITE and one READ of 1 MiB: by the library's own count. The READ is one with -P.
+# How much is copied for one WRITE and one READ of 1 MiB, by the library's own count. The READ is made with -P.
 copies() {
     local what before after client at_server
     cc -O2 -shared -fPIC -o copies.so "$top/bench/copies.c" || { FAIL "copies.c builds"; return; }
@@ -173,7 +173,7 @@ copies() {
 }
 copies
 
-# What the server must do, whatever carries it.
+# What the server must do, whatever the transport.
 if serve server "-n tcp -a 127.0.0.1" env; then
     head -c 3000001 /dev/urandom >original
     name=$(printf '%0255d' 7)
@@ -189,7 +189,7 @@ if serve server "-n tcp -a 127.0.0.1" env; then
     if [ -n "$(handle_of /)" ] && [ "$(handle_of /)" = "$(handle_of ../..)" ]; then ok "'..' of the top is the top"
     else FAIL "'..' of the top is the top"; fi
 
-    # A handle is of the file and not of its name, over a restart, and no other's afterwards.
+    # A handle belongs to the file and not to its name, survives a restart, and is never reused for another file.
     mkdir served-server/directory
     echo there >served-server/directory/file
     directory=$(handle_of directory) file=$(handle_of directory/file)

@@ -17,7 +17,7 @@ children+=($!)
 wait_for 10 grep -q READY server || { FAIL "the server starts" server.log; closing; }
 port=$(sed -n 's/^READY //p' server)
 
-# recalled NAME [OPTION]: a client takes a delegation, and the server asks it back.
+# recalled NAME [OPTION]: a client takes a delegation, and the server recalls it.
 recalled() {
     local name=$1 client; shift
     "${preloaded[@]}" ./nfs41 "$@" -p "$port" 127.0.0.1 file 20 >client 2>client.log &

@@ -1,11 +1,11 @@
 #!/bin/bash
-# ns.sh COMMAND...: a network of one's own for one command.
-# ns.sh --possible: says what is in the way of that, and fails; or says nothing.
+# ns.sh COMMAND...: a private network for one command.
+# ns.sh --possible: says why there can be none, and fails; or prints nothing and succeeds.
 #
 # Gives COMMAND a private network (loopback only), a private /run, private process ids and a stock rpcbind of its
-# own, so that servers can take the ports and the program numbers that they have in real life without disturbing the
-# machine. When COMMAND ends, everything that it started ends too. Needs root: rpcbind itself refuses an ordinary
-# user, even inside a user namespace.
+# own, so that servers can take the ports and the program numbers that they have in real use without disturbing the
+# machine. When COMMAND ends, everything that it started ends too. Needs root: rpcbind itself refuses to run for an
+# ordinary user, even inside a user namespace.
 #
 # Environment: NO_RPCBIND=1 leaves rpcbind out.
 set -u
@@ -14,7 +14,7 @@ if [ "${1:-}" = --possible ]; then
     [ "$(id -u)" -eq 0 ] || { echo "needs root"; exit 1; }
     for tool in ip rpcbind rpcinfo; do type -P $tool >/dev/null || { echo "$tool is not installed"; exit 1; }; done
     [ -e /etc/services ] || { echo "there is no /etc/services, which rpcbind needs"; exit 1; }
-    # Not in a plain chroot: its root is no mount point.
+    # Not possible in a plain chroot, whose root is no mount point.
     unshare --net --mount --pid --fork --mount-proc true 2>/dev/null || { echo "no private network can be made here"; exit 1; }
     exit 0
 fi

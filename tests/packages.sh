@@ -16,7 +16,7 @@ export LC_ALL=C
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 what=${1:-}
 
-# A package, and what shows that it, or something in its place, is there.
+# A package, and a test for whether it, or something in its place, is there.
 needed=(
     "make             has make"
     "gcc              has ${CC:-cc}"
@@ -32,7 +32,7 @@ private=(
     "iproute2         has ip"
     "netbase          file /etc/services"    # rpcbind asks for its port there
 )
-# With the versions that the crate rdma-sys asks for.
+# With the versions that the crate rdma-sys needs.
 adapters=(
     "libibverbs-dev   module libibverbs 1.8.28"
     "librdmacm-dev    module librdmacm 1.2.28"
@@ -49,7 +49,7 @@ oldest_rust=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 
 # ------------------------------------------------------------------------------------------------------ what is there
 
-# Daemons lie where an ordinary user's PATH does not lead.
+# Daemons are in folders that are not in an ordinary user's PATH.
 has() { PATH=$PATH:/usr/sbin:/sbin command -v "$1" >/dev/null; }
 file() { [ -e "$1" ]; }
 header() { [ -e "/usr/include/$1" ] || echo "#include <$1>" | ${CC:-cc} -E -xc - >/dev/null 2>&1; }
@@ -61,11 +61,11 @@ module() { # NAME [VERSION]
     fi
 }
 certificates() {
-    # Crates that lie beside the sources are not fetched.
+    # Vendored crates are not fetched.
     [ ! -d vendor ] || return 0
     [ -n "${SSL_CERT_FILE:-}${CARGO_HTTP_CAINFO:-}" ] || [ -e /etc/ssl/certs/ca-certificates.crt ] || [ -e /etc/pki/tls/cert.pem ]
 }
-# Where the crate clang-sys looks for it; and the compiler's own headers, which do not come with libclang.so.1 alone.
+# Looks where the crate clang-sys does; and for the compiler's own headers, which do not come with libclang.so.1 alone.
 libclang() {
     local place
     [ -z "${LIBCLANG_PATH:-}" ] || return 0
@@ -82,7 +82,7 @@ at_least() { [[ $1 == [0-9]* ]] && [ "$(printf '%s\n' "$2" "$1" | sort -V | head
 # CARGO may be several words: "cargo +nightly".
 version_of() { $1 -V 2>/dev/null </dev/null | sed -n 's/^cargo \([0-9][0-9.]*\).*/\1/p'; }
 
-# Prints the cargo to use: the one that CARGO names, else the first one that is new enough. False if that is none.
+# Prints the cargo to use: the one that CARGO names, else the first one that is new enough. False if there is none.
 choose_cargo() {
     local choice=() candidate best=
     if [ -n "${CARGO:-}" ]; then
@@ -99,11 +99,11 @@ choose_cargo() {
     return 1
 }
 
-# Without rust-src, what of the standard library is compiled into ours is said to be in /rustc/COMMIT; with it, where that is.
+# Without rust-src, paths of the standard library's code in our library begin with /rustc/COMMIT; with it, with its folder.
 remap_sources() {
     local cargo rustc sources commit
     read -ra cargo <<<"$(choose_cargo)"
-    # The one beside it: cargo, cargo-1.85, .../bin/cargo.
+    # The rustc beside that cargo: cargo, cargo-1.85, .../bin/cargo.
     rustc=("${cargo[0]%cargo*}rustc${cargo[0]##*cargo}" "${cargo[@]:1}")
     [ -z "${RUSTC:-}" ] || rustc=("$RUSTC")
     sources=$("${rustc[@]}" --print sysroot 2>/dev/null </dev/null)/lib/rustlib/src/rust
@@ -111,8 +111,8 @@ remap_sources() {
     [ ! -d "$sources" ] || echo "--remap-path-prefix=$sources=/rustc/$commit"
 }
 
-# Debian's packages of a Rust that is new enough; false if apt knows of none. Debian 12 has rustc-web beside the rustc that
-# it began with, and in place of it: what browsers are built with, which the security updates keep new.
+# Debian's packages of a Rust that is new enough; false if apt knows of none. Besides its original rustc, Debian 12 has
+# rustc-web, which can replace it: browsers are built with that, so security updates keep it new.
 debian_rust() {
     local suffix candidate known=
     for suffix in -web ''; do
@@ -124,7 +124,7 @@ debian_rust() {
     [ -z "$known" ] && echo cargo-web rustc-web
 }
 
-# missing ROW...: the packages of these rows that are not there.
+# missing ROW...: prints the packages of these rows that are not there.
 missing() {
     local row name probe
     for row in "$@"; do
@@ -133,8 +133,8 @@ missing() {
     done
 }
 
-# Sets required; for_adapters and for_tests, without which it goes on; rust, what is wrong with the cargo that is there;
-# and rust_advice, where no package of Debian's is to replace it.
+# Sets required; for_adapters and for_tests, which can be done without; rust, what is wrong with the cargo that is there;
+# and rust_advice, if no package of Debian's is to replace it.
 look() {
     local cargo version packages rows=("${needed[@]}")
     required=() for_adapters=() for_tests=() rust='' rust_advice=''
@@ -207,7 +207,7 @@ install() { # PACKAGE...
     fi
 }
 
-# line PACKAGE...: the line to copy. On a machine whose apt was never updated, apt knows no package.
+# line PACKAGE...: prints the line to copy. On a machine whose apt was never updated, apt knows no packages.
 line() {
     local sudo=''
     has apt-get || { echo "    (by Debian's names) $*"; return; }
@@ -228,7 +228,7 @@ esac
 
 look
 if [ "$what" != build ] && [ -n "${required[*]}${for_adapters[*]}${for_tests[*]}$rust" ] && may_install; then
-    # Only now does apt know which Rust there is.
+    # Only now does apt know which Rust versions there are.
     apt update || say "apt-get update failed; trying with the lists that are there"
     look
     set -- "${required[@]}" "${for_adapters[@]}" "${for_tests[@]}"

@@ -41,7 +41,7 @@ elif kind == "random":
     random.seed(20261125)
     words[HEAD:] = [random.getrandbits(64) for _ in words[HEAD:]]
 elif kind == "many":
-    # Tables that lie in each other, in a page that is as long as one may be.
+    # Nested tables, in a page of the greatest length.
     size = 16 << 20
     words += [2] * (size // 8 - len(words))
     words[2] = size

@@ -4,8 +4,9 @@
 # Each pair of a server and its client runs in a private network with a stock rpcbind. First both are stock: that
 # output is the reference. Then the client is moved and the server is not (it must fall back to tcp); then the server
 # is moved, and a moved and a stock client call it at the same time on the same port. All outputs must be equal, the
-# log must say what was spoken (both are on one host: shared memory), and rpcinfo must show the server under netid rdma. Servers that have both udp and tcp on
-# one port are moved from udp, too: stock clients of tcp must not notice, and the port speaks RDMA besides.
+# log must say what was spoken (both are on one host: shared memory), and rpcinfo must show the server under netid rdma.
+# Servers that have both udp and tcp on one port are moved from udp, too: stock clients of tcp must not notice, and the port
+# also speaks RDMA.
 #
 # PAIRS_STOCK=1 stops after the stock part. Needs root. Prints "N passed, N failed, N skipped" last.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -15,8 +16,8 @@ PATH=$PATH:/usr/sbin:/sbin
 
 all_pairs=(rpcinfo_statd showmount_mountd showmount_mountd_daemon quota_rquotad quota_rquotad_daemon ogdi_gltpd yp_ypserv)
 
-# A pair sets: packages (what must be installed), program and version, server (the command), clients (one command a
-# line), wanted (what the stock output must contain); and may make files. Everything under /var is a private tmpfs.
+# A pair sets: packages (what must be installed), program and version, server (the command), clients (one command per
+# line), wanted (what the stock output must contain); and may create files. Everything under /var is a private tmpfs.
 nfs_files() {
     mount -t tmpfs tmpfs /var/lib/nfs
     mkdir -p /var/lib/nfs/sm /var/lib/nfs/sm.bak /var/lib/nfs/v4recovery /srv
@@ -79,7 +80,7 @@ ypmatch -k -d testdom -h 127.0.0.1 key1999 key1 big.map'
     wanted='key1999 value number 1999'
 }
 
-# call PREFIX...: runs all clients, with the prefix before each. LC_ALL=C, no terminal.
+# call PREFIX...: runs all clients, each with the prefix. LC_ALL=C, no terminal.
 call() {
     local line
     while IFS= read -r line; do
@@ -91,7 +92,7 @@ call() {
 same() { # NAME GOT
     if cmp -s "$scratch/tcp" "$2"; then ok "$1"; else diff "$scratch/tcp" "$2" >"$scratch/diff"; FAIL "$1" "$scratch/diff"; fi
 }
-# With no shell between: what is started is what is killed.
+# Without a shell in between: the process that is started is the one that is killed.
 start_server() { # LOG PREFIX...
     local log=$1; shift
     # shellcheck disable=SC2086
@@ -101,7 +102,7 @@ start_server() { # LOG PREFIX...
 }
 stop_server() {
     stop "$server_pid"
-    # A daemon has left us, but not this process id namespace, where everything is ours.
+    # A daemon is no longer our child, but still in this process id namespace, where everything is ours.
     [ -z "$daemon" ] || kill $(pidof "$daemon") 2>/dev/null
     [ -z "$daemon" ] || wait_for 5 eval '! pidof $daemon'
     rpcinfo -d "$program" "$version" 2>/dev/null
@@ -159,7 +160,7 @@ run_pair() {
         list=$by_name
         call "${preloaded[@]}" >"$scratch/out" 2>&1
         same "$pair: netid rdma by name" "$scratch/out"
-        # The dump goes to rpcbind itself, whatever the netid.
+        # The request for the dump goes to rpcbind itself, whatever the netid.
         rpcinfo 127.0.0.1 >"$scratch/tcp" 2>&1
         "${preloaded[@]}" rpcinfo -T rdma 127.0.0.1 >"$scratch/out" 2>&1
         same "$pair: rpcinfo -T rdma lists what rpcbind knows" "$scratch/out"

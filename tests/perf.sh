@@ -9,7 +9,7 @@ unset RPCRDMA_PROVIDER
 cd "$scratch" || exit 1
 quick=(--seconds 0.02 --rounds 2)
 
-# check NAME STATUS PATTERN COMMAND...: ends so, and prints something like that; on one line.
+# check NAME STATUS PATTERN COMMAND...: the command must end with STATUS, and its output, joined to one line, match PATTERN.
 check() {
     local name=$1 status=$2 pattern=$3 found
     shift 3
@@ -57,7 +57,7 @@ for device in iwarp local; do
         check "$device: rendered" 0 'PNG image data, 960 x [0-9]+' sh -c "rsvg-convert $device.svg -o $device.png && file $device.png"
     fi
 done
-# Where the picture cannot be written that is said before anything is measured, which would take an hour.
+# If the picture cannot be written, this is reported before anything is measured, which would take an hour.
 mkdir folder; echo mine >kept; echo mine >locked; chmod 444 locked
 long=(--seconds 3600 --rounds 1 --sizes 0 --threads 1)
 unprivileged=()
@@ -70,7 +70,7 @@ check "a run that fails" 1 'no\.such\.host\.invalid: ' "$tool" perf no.such.host
 check "... leaves the picture of before" 0 '^mine $' cat kept
 check "... and makes none" 1 'no\.such\.host\.invalid: ' "$tool" perf no.such.host.invalid --svg new.svg
 if [ -e new.svg ]; then FAIL "... and makes none: it is there"; fi
-# On a screen: a bar meanwhile, then the table; what rdma will do here.
+# On a screen: a progress bar, then the table; what rdma will do here.
 if command -v tmux >/dev/null; then
     export TERM=xterm
     mux() { tmux -L "rpcrdma-perf$$" -f /dev/null "$@"; }
@@ -93,7 +93,7 @@ check "... alike" 0 '^$' cmp iwarp.svg again.svg
 check "a document is printed as a table" 0 'write +4K +1  tcp .* rdma .*ratio: rdma to tcp' "$tool" perf --draw iwarp.json
 check "what is no document is named" 1 'iwarp.svg: not the figures of a benchmark' "$tool" perf --draw iwarp.svg
 
-# A server of somebody's.
+# A server that somebody has started.
 exec {serving}< <(exec "$tool" perf --serve --listen 127.0.0.1 --port 0 --sizes 64K 2>server.err)
 server=$!; children+=("$server")
 read -r -t "$(patient 30)" -u "$serving" line
@@ -107,7 +107,7 @@ check "to a host" 0 'write +64K +2  tcp .* rdma ' "$tool" perf 127.0.0.1 -p "$po
 check "more than the server takes" 1 'the server takes calls of up to 65536 bytes: start it with --sizes 131072' \
     "$tool" perf 127.0.0.1 -p "$port" --sizes 128K
 check "another program's number" 1 'RPC: Program unavailable' "$tool" perf 127.0.0.1 -p "$port" --program 0x20000001 --sizes 0
-# Who goes away in the midst of a reply, or of everything, ends nobody else's server.
+# A client that goes away in the midst of a reply, or of anything else, does not end a server that others use.
 for manner in reset close; do
     python3 - "$port" $manner <<'END' || FAIL "a client that goes: python3"
 import socket, struct, sys
@@ -131,10 +131,10 @@ check "an odd mixture" 2 'cannot be used with' "$tool" perf --serve somewhere
 # Ctrl-C: what was measured is shown. The run would take a minute; a row of both ways takes 20 ms.
 "$tool" perf --seconds 20 --rounds 1000 --sizes 0 --threads 1 --json >cut.json 2>cut.err &
 run=$!; children+=("$run")
-# Three connections: that which asks the server how it is, and one of each way.
+# Three connections: one that asks the server for its state, and one for each transport.
 running() { [ "$(find /proc/$run/fd -lname 'socket:*' | wc -l)" -ge 3 ]; }
 wait_for 10 running
-# Both ways have had a round when its threads have used so much time.
+# Both transports have had a round when the threads have used this much time.
 used() { [ "$(awk '{ print $14 + $15 }' "/proc/$run/stat")" -ge 20 ]; }
 wait_for 20 used
 its_server=$(cat "/proc/$run/task/$run/children")
@@ -145,12 +145,13 @@ if [ $status -eq 0 ] && grep -q '"interrupted": true' cut.json && [ ! -s cut.err
 else
     FAIL "Ctrl-C ends it with what was measured (status $status)" cut.err
 fi
-# Numbers of processes have a space behind them there.
+# In that file a space follows each process id.
 gone() { [ -n "$its_server" ] && [ ! -e "/proc/${its_server% }/fd/0" ]; }
 if wait_for 5 gone; then ok "its server has gone with it"; else FAIL "its server has gone with it: $its_server"; fi
 
-# A host that is silent, from the beginning or in the midst of a run, is not waited for: a reply would be, for half a minute.
-# ends_within SECONDS SIGNAL STATUS NAME: run.
+# A signal ends a run at once, though the host is silent, from the beginning or in the midst of it: a reply would be waited for
+# half a minute.
+# ends_within SECONDS SIGNAL STATUS NAME: ends `run`.
 ends_within() {
     local began=${EPOCHREALTIME/./} status
     kill "-$2" "$run"; wait "$run"; status=$?
@@ -196,7 +197,7 @@ equal "... with what it says in words" "$(sed -n 's/^RDMA \(Read\|Write\): \([0-
 if grep -q '^</svg>$' call.svg && grep -q 'grants 32 credits' call.svg; then ok "... as a diagram"; else FAIL "... as a diagram" call.svg; fi
 xid=$(sed -n 's/^call 2 .* xid \(0x[0-9a-f]*\) .*/\1/p' decoded)
 check "a call by its XID" 0 "call 2 .* xid $xid " "$tool" decode --xid "$xid" log
-# The same from packets.
+# The same from captured packets.
 if [ "$(id -u)" -ne 0 ] || ! command -v dumpcap >/dev/null; then
     skip "a capture" "needs root and dumpcap"
 else
@@ -221,7 +222,7 @@ head -n 20 log | sed '2s/$/\x1b[31m/; 3s/^/noise /' >part
 printf 'a line of mine\x1b]0;title\x07\n' >>part
 check "what is not understood is named" 0 'lines that are not of the library.s log: 1 of 21; line 21 is the first: a line of mine\?\]0;title\?' "$tool" decode part
 if grep -q $'\x1b' out; then FAIL "no escape sequence reaches a terminal" out; else ok "no escape sequence reaches a terminal"; fi
-# A log is not kept, and of a call that is not asked for hardly anything: so many times its size in memory.
+# A log is not kept in memory, and hardly anything of a call that is not asked for: memory in multiples of the log's size.
 cat >size.py <<'END'
 import os, subprocess, sys
 at = "2026-11-22T09:30:00.%06dZ rpcrdma[%d] wire: fd 3 %s RDMA_MSG xid 0x%08x credits 32 reads [] writes [] reply none payload 40\n"
@@ -239,8 +240,8 @@ for most, *options in (2.0,), (2.0, "--json"), (1.0, "--call", "5"):
         sys.exit(1)
 END
 check "a long log is read in little memory" 0 'times its size' python3 size.py "$tool"
-# Ctrl-C in front of a pipe: who writes there ends, and what has come is shown. Only a thread that waits for signals shows that it
-# reads; in a script's own children SIGINT would be ignored.
+# Ctrl-C while reading from a pipe: the writer ends, and what has come is shown. Only a thread that waits for signals shows that
+# the command is reading; in a script's own children SIGINT would be ignored.
 cat >pipe.py <<'END'
 import signal, subprocess, sys
 reader = subprocess.Popen([sys.argv[1], "decode"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -255,7 +256,7 @@ text = reader.stdout.read()
 sys.exit(reader.wait() != 0 or b"\nlines: " not in text)
 END
 check "Ctrl-C leaves it what has come through a pipe" 0 '' timeout "$(patient 20)" python3 pipe.py "$tool"
-# Texts of others, in a picture and in a document.
+# Texts that come from others, in a picture and in a document.
 cat >nasty <<END
 2026-11-22T09:30:00.000001Z rpcrdma[5] info: fd 3: program 7 version 1 goes over rdma to h ($(printf '\xc2\x9b31m\xef\xbf\xbf\xd8\x9c')<x>&)
 2026-11-22T09:30:00.000002Z rpcrdma[5] wire: fd 3 > RDMA_MSG xid 0x1 credits 1 reads [] writes [] reply none payload 40

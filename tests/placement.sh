@@ -1,7 +1,7 @@
 #!/bin/bash
-# placement.sh: a text binding places the data of a program that nobody changed. The file service of the demo copies
-# MIB MiB there and back over RDMA, without and with its binding; what is copied in user space is counted by a
-# preloaded library, and the log of the headers shows which chunks were used.
+# placement.sh: a text binding places the data of an unmodified program. The file service of the demo copies MIB MiB
+# there and back over RDMA, without and with its binding; a preloaded library counts what is copied in user space, and
+# the log of the headers shows which chunks were used.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 [ -r "$LIBRPCRDMA" ] || { FAIL "$LIBRPCRDMA is missing"; closing; }
@@ -40,7 +40,7 @@ run() {
     cmp -s tree/big "$name.back/big" || FAIL "$name: what came back is not what was sent"
     printf '      %-8s copied per byte, client and server: there %s, back %s\n' "$name" "$per_there" "$per_back"
 }
-# about VALUE WANTED: the log copies a little too.
+# about VALUE WANTED: approximately, since logging copies a little too.
 about() { awk -v v="$1" -v w="$2" 'BEGIN { exit !(v > w - 0.05 && v < w + 0.05) }'; }
 
 # Without a binding: one copy at each end, as over tcp.
@@ -58,7 +58,7 @@ read -r c s <<<"$per_there"
 if about "$c" 0 && about "$s" 1; then ok "a bound argument is not copied at the client, and once at the server"; else FAIL "bound: there $per_there"; fi
 read -r c s <<<"$per_back"
 if about "$c" 1 && about "$s" 0; then ok "a bound result is not copied at the server, and once at the client"; else FAIL "bound: back $per_back"; fi
-# FS_WRITE: the path "big" is 8 bytes, so the data begins behind 40 + 8 + 8 + 4 + 4 bytes.
+# FS_WRITE: the path "big" takes 8 bytes, so the data begins after 40 + 8 + 8 + 4 + 4 bytes.
 if grep -q ' > RDMA_MSG .* reads \[64:0x[0-9a-f+x]*:1048576\]' bound.there.log; then ok "an argument travels in a Read chunk"; else FAIL "no Read chunk" bound.there.log; fi
 if grep -Eq ' < RDMA_MSG .* writes \[.*:1048576' bound.back.log; then ok "a result travels in a Write chunk"; else FAIL "no Write chunk" bound.back.log; fi
 last=$(grep -E ' > RDMA_(NO)?MSG ' bound.back.log | tail -n 2 | head -n 1)
@@ -82,7 +82,7 @@ for end in client server; do
 done
 if grep -q 'the server has no binding' client.log; then ok "a client says that its server has no binding"; else FAIL "no word of it" client.log; fi
 
-# A binding that is understood and not true: the text leads to it, and to no setting that would not help.
+# A binding that is well-formed but wrong: the error leads to the binding, and not to a setting that would not help.
 mkdir -p untrue && cp tree/big untrue && log=untrue.log
 untrue=(env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp RPCRDMA_FALLBACK=no)
 start_ready "${untrue[@]}" RPCRDMA_BINDINGS="$PWD/fileservice.conf" ./fileserver -n tcp -a 127.0.0.1 -p 0 -d untrue ||

@@ -1,11 +1,11 @@
 #!/bin/bash
 # Defects that are planted on purpose, one at a time, in a copy of the sources: each must be found by the command that its
-# patch names. What finds nothing of what is known to be wrong says little of what is not known.
+# patch names. A test that misses known defects says little about unknown ones.
 #
-#   tests/planted.sh [name ...]     of tests/planted/name.patch; all of them by default
+#   tests/planted.sh [name ...]     those of tests/planted/name.patch; all of them by default
 #
-# A patch begins with `Found by: ` and a command, which runs in the copy. A build each: half an
-# hour. RPCRDMA_PLANTED: where the copy lies and stays, to be faster the next time.
+# A patch begins with `Found by: ` and a command, which runs in the copy. Each takes a build: half an
+# hour in all. RPCRDMA_PLANTED: where the copy is kept, to be faster the next time.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 here=$PWD
@@ -16,20 +16,20 @@ mkdir -p "$copy/src"
 [ -n "${RPCRDMA_PLANTED:-}" ] || trap 'rm -rf "$copy"' EXIT
 export CARGO_TARGET_DIR=$copy/target
 
-# As the sources are here, changed or not.
+# Copies the sources as they are here, changed or not.
 fresh() {
     rm -rf "$copy/tree.new" && mkdir "$copy/tree.new" || exit 1
     git ls-files -z --cached --others --exclude-standard | xargs -0 cp -p --parents -t "$copy/tree.new" || exit 1
     rm -rf "$copy/tree" && mv "$copy/tree.new" "$copy/tree" || exit 1
-    # Without the headers for adapters the commands mean the library without that part.
+    # Without the headers for adapters, the commands test the library without that part.
     [ -z "$(bash tests/packages.sh features)" ] || sed -i 's/^default = \["verbs"\]/default = []/' "$copy/tree/Cargo.toml"
-    # What was planted before has gone, though its file is older now than what was built of it.
+    # The previous defect is gone, but its file is now older than what was built from it.
     touch "$copy/tree/src/lib.rs"
 }
 
 finds() { sed -n 's/^Found by: //p' "$here/tests/planted/$1.patch" | head -n 1; }
 
-# A command that fails without a defect finds none.
+# A command that fails even without a defect proves nothing.
 fresh
 names=("${@%.patch}")
 while read -r command; do
@@ -47,7 +47,7 @@ for name in "${names[@]}"; do
     if [ -z "$command" ] || ! patch -p1 -s <"$patch"; then
         echo "FAIL  $name: does not apply, or names no command"
         missed="$missed $name"
-    # A defect that does not compile is none.
+    # A defect that does not compile does not count.
     elif ! cargo test --locked --lib --no-run >"$log" 2>&1; then
         echo "FAIL  $name: does not compile: $log"
         missed="$missed $name"

@@ -1,19 +1,19 @@
 #!/bin/bash
-# preload.sh: what the library costs programs that make no RPC, which have it in front of them all the same in a session with
-# LD_PRELOAD: they load nothing else, make no system call but those that map it, and touch few of its pages. And libtirpc is
-# found when it comes later, or not at all.
+# preload.sh: what the library costs programs that make no RPC but have it preloaded all the same, in a session with LD_PRELOAD:
+# they load nothing else, make no system calls but those that map it, and touch few of its pages. And libtirpc is found when it
+# is loaded later, or is missing.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1
 export HOME=$scratch PYTHONDONTWRITEBYTECODE=1 GIT_CONFIG_NOSYSTEM=1
 
-# What the library may cost a bystander (docs/moving.md): system calls. And in KiB: pages of its own that it has written to, in
-# place of those of the file; what else is written to because of it (its threads' variables, the loader's notes); and all of it
-# that is mapped, which other processes share. The kernel maps 64 KiB around each page that is touched, and which those are
-# differs with the compiler (296 KiB with Rust 1.95 of rustup, 412 with the 1.96 of Debian).
+# What the library may cost a bystander (docs/moving.md): system calls. And in KiB: its private copies of pages that it has
+# written to; other memory written to because of it (thread-local variables, the loader's records); and all its mapped pages,
+# which other processes share. The kernel maps 64 KiB around each page that is touched, and which pages those are depends on
+# the compiler (296 KiB with Rust 1.95 of rustup, 412 with the 1.96 of Debian).
 CALLS=12 OWN=48 BESIDE=16 MAPPED=512
 
-# The same addresses in each run, where that is allowed: pages are counted.
+# The same addresses in each run, where that is allowed, since pages are counted.
 steady=()
 setarch -R true 2>/dev/null && steady=(setarch -R)
 # An environment of the same length.
@@ -21,14 +21,14 @@ without=("LD_PRELOAX=$LIBRPCRDMA") with=("LD_PRELOAD=$LIBRPCRDMA")
 
 # ------------------------------------------------------------------------------------------------------ system calls
 
-# traced FILE VARIABLE COMMAND...: its system calls, one a line.
+# traced FILE VARIABLE COMMAND...: writes the command's system calls to FILE, one per line.
 traced() {
     local file=$1 variable=$2; shift 2
     "${steady[@]}" strace -E "$variable" -o "$file" "$@" >/dev/null 2>"$file.err" </dev/null && [ -s "$file" ]
 }
 calls() { sed -n 's/^\([a-z0-9_]*\)(.*/\1/p' "$1" | sort | uniq -c; }
 opened() { sed -n 's/^open[a-z0-9]*(.*"\(.*\)".*= [0-9].*/\1/p' "$1" | sort; }
-# Those from the opening of the library to its closing.
+# The system calls from the opening of the library to its closing.
 its_own() {
     awk -v library="$LIBRPCRDMA" '
         index($0, "\"" library "\"") && / = [0-9]+$/ { inside = 1; print; next }
@@ -39,7 +39,7 @@ its_own() {
 # same_calls NAME COMMAND...
 same_calls() {
     local name=$1 run; shift
-    # Once for what the first run leaves behind.
+    # Runs it once beforehand, for what the first run leaves behind.
     "$@" >/dev/null 2>&1 </dev/null
     if ! traced plain "${without[0]}" "$@" || ! traced preloaded "${with[0]}" "$@"; then
         cat plain.err preloaded.err >err 2>/dev/null
@@ -49,7 +49,7 @@ same_calls() {
     its_own preloaded >own
     comm -13 <(opened plain) <(opened preloaded) >more
     if [ "$(cat more)" = "$LIBRPCRDMA" ]; then ok "$name opens nothing but the library"; else FAIL "$name opens nothing but the library" more; fi
-    # What is left when the calls for the library are taken out; mprotect is made by the loader at the end.
+    # What is left without the calls for the library; the loader makes the mprotect call at the end.
     { calls preloaded | sed 's/^/+ /'; calls own | sed 's/^/- /'; echo "- 1 mprotect"; calls plain | sed 's/^/- /'; } |
         awk '{ n[$3] += ($1 "1") * $2 } END { for (name in n) if (n[name] != 0) print n[name], name }' >more
     local own=$(($(wc -l <own) + 1))
@@ -64,7 +64,7 @@ same_calls() {
 
 # ------------------------------------------------------------------------------------------------------------ memory
 
-# resting VARIABLE COMMAND...: starts it and waits until it reads from fd 0; sets pid. rested ends it.
+# resting VARIABLE COMMAND...: starts the command and waits until it reads from fd 0; sets pid. rested ends it.
 resting() {
     local variable=$1 fd; shift
     exec {input}<> <(:)
@@ -74,7 +74,7 @@ resting() {
 }
 rested() { exec {input}>&-; stop "$pid"; }
 mapped() { awk '$6 ~ /^\// { print $6 }' "/proc/$pid/maps" | sort -u; }
-# sum FIELD WHERE: KiB, of the library, of others, or of all in $smaps.
+# sum FIELD WHERE: KiB of the library, of others, or of all in $smaps.
 sum() {
     awk -v field="$1:" -v library="$LIBRPCRDMA" -v where="$2" '
         /^[0-9a-f]+-[0-9a-f]+ / { is = where == "all" || (where == "library") == ($6 == library) }
@@ -82,7 +82,7 @@ sum() {
         END { print kib + 0 }' "$smaps"
 }
 
-# same_memory NAME COMMAND...: one that reads its standard input.
+# same_memory NAME COMMAND...: for a command that reads its standard input.
 same_memory() {
     local name=$1; shift
     local written beside plain
@@ -138,7 +138,7 @@ compile host -DHOST -ldl
 compile plugin.so -shared -fPIC -Wl,--no-as-needed $(pkg-config --libs libtirpc)
 compile alone -L"$build" -Wl,-rpath,"$build" -lrpcrdma
 compile copies -DCOPIES -fno-pie -no-pie $(pkg-config --libs libtirpc)
-# says NAME STATUS TEXT COMMAND...: the status and what is written, together.
+# says NAME STATUS TEXT COMMAND...: checks both the status and what is written.
 says() {
     local name=$1 status=$2 text=$3; shift 3
     "$@" >out 2>&1 </dev/null

@@ -1,5 +1,5 @@
 #!/bin/bash
-# readme.sh: what the pages in docs/ and the manual pages tell a user to do, done: a staged install, the C example linked by
+# readme.sh: does what the pages in docs/ and the manual pages tell a user to do: a staged install, the C example linked by
 # pkg-config and by hand, rpcrdma-run, and the texts that a user sees when something is wrong.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export RPCRDMA_PROVIDER=auto    # as a user has it
@@ -11,14 +11,14 @@ cd "$scratch" || exit 1
 chmod 755 "$scratch"    # for the ordinary user
 program=536870997    # 0x20000055, of c-tests/netid.c
 
-# check NAME EXPECTED COMMAND...: standard output and error of the command, as an extended regular expression.
+# check NAME EXPECTED COMMAND...: the command's standard output and error must match an extended regular expression.
 check() {
     local name=$1 expected=$2; shift 2
     "$@" >out 2>&1
     if echo "$(tr '\n' ' ' <out)" | grep -Eq -- "$expected"; then ok "$name"; else FAIL "$name" out; fi
 }
 
-# A stage that the files name truthfully: nothing has to stand in for anything.
+# A stage whose place is the one that the installed files name: nothing has to stand in for anything.
 stage=$scratch/stage
 if make -s -C "$top" install PREFIX="$stage" SYSCONFDIR="$stage/etc" >install.log 2>&1; then ok "make install"; else FAIL "make install" install.log; fi
 for file in lib/librpcrdma.so.0 lib/librpcrdma.so include/rpcrdma.h lib/pkgconfig/rpcrdma.pc bin/rpcrdma-run \
@@ -106,7 +106,7 @@ check "the example of rpcrdma_clnt_peer(3)" '^16384 $' env RPCRDMA_VERSION=auto 
 check "the same in Version One" 'version 1.*RPCRDMA_VERSION=auto' env RPCRDMA_VERSION=1 ./peer
 stop "$back"
 
-# /etc/rpcrdma.conf, over a copy of /etc: the name space is ours.
+# /etc/rpcrdma.conf, in a copy of /etc mounted over it: the mount namespace is ours.
 mkdir etc && cp -a /etc/. etc/ 2>/dev/null
 mount --bind etc /etc || { FAIL "a copy of /etc takes its place"; closing; }
 echo 'credit = 64' >/etc/rpcrdma.conf
@@ -121,7 +121,7 @@ kill -9 "$server"; wait "$server" 2>/dev/null
 check "the server is gone, its row is not" 'cannot connect to 127\.0\.0\.1:[0-9]+: Connection refused' \
     ./hello 127.0.0.1 $program 1
 
-# A server of tcp only.
+# A server that knows only tcp.
 start_ready ./netid serve tcp
 uaddr=$(rpcinfo | awk -v p=$program '$1 == p && $3 == "tcp" { print $4 }')
 check "rdma wanted of a stock server" 'no RDMA connection to 127\.0\.0\.1:[0-9]+: .*its server must run with librpcrdma' \
@@ -138,7 +138,7 @@ env RPCRDMA_LOG=info ./hello 127.0.0.1 $program 1 >out 2>&1 &
 client=$!
 wait_for 10 sh -c "ls -l /proc/$client/fd | grep -q socket:"
 kill -INT "$client"
-# The shell starts background children with SIGINT ignored; SIGTERM takes the same way.
+# The shell starts background children with SIGINT ignored; SIGTERM takes the same path.
 kill -TERM "$client"
 wait "$client"; status=$?
 if [ "$status" -eq 143 ] || [ "$status" -eq 130 ]; then ok "a signal ends a call"; else FAIL "a signal ends a call ($status)" out; fi

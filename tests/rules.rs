@@ -1,4 +1,4 @@
-//! docs/rules.md keeps its promises: every rule that a comment cites is there, and what its rows name exists.
+//! docs/rules.md keeps its promises: every rule that a comment cites is there, and whatever its rows name exists.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -39,7 +39,7 @@ fn files(folder: &str) -> BTreeMap<String, String> {
     found
 }
 
-/// A line of a table of the page.
+/// A row of a table on the page.
 struct Row {
     number: String,
     kept: String,
@@ -58,12 +58,12 @@ fn rows() -> Vec<Row> {
     rows
 }
 
-/// What is written as code in a cell.
+/// The pieces of a cell that are marked as code.
 fn code(cell: &str) -> impl Iterator<Item = &str> {
     cell.split('`').skip(1).step_by(2)
 }
 
-/// The numbers behind each "rule " and "rules " of a text, and in each `rule_58_` and `rules_58_and_156_` of a name.
+/// The numbers after each "rule " and "rules " of a text, and in each `rule_58_` and `rules_58_and_156_` of a name.
 fn cited(text: &str) -> BTreeSet<u32> {
     let mut numbers = BTreeSet::new();
     for (at, _) in text.match_indices("rule") {
@@ -99,7 +99,7 @@ fn every_rule_that_is_cited_has_a_row() {
     let mut missing = Vec::new();
     let mut seen = BTreeSet::new();
     for (path, text) in ["src", "tests", "c-tests"].into_iter().flat_map(files) {
-        // This file is about the citations; the tests of the private data have the numbers of its own table.
+        // This file is about the citations; the tests of the private data use the numbers of a table of their own.
         let prefix = match &path[..] {
             "tests/rules.rs" => continue,
             "src/wire/private_data.rs" => "P",
@@ -198,7 +198,7 @@ fn the_tests_that_the_page_on_security_names_exist() {
     assert!(named > 20 && wrong.is_empty(), "{named} are named; there is no {wrong:#?}");
 }
 
-/// `make check-planted` takes long, and is not run with each change: that is when they would go stale.
+/// `make check-planted` takes long, and is not run with each change: without this test they would go stale unnoticed.
 #[test]
 fn planted_defects_can_be_planted() {
     let patches = files("tests/planted");

@@ -1,21 +1,21 @@
 #!/bin/bash
-# run.sh: rpcrdma-run runs a program with the library in it, or says why that cannot be and runs nothing.
+# run.sh: rpcrdma-run runs a program with the library loaded, or says why it cannot and runs nothing.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1
 chmod 755 "$scratch"    # for the ordinary user
 unset RPCRDMA_LIB LD_PRELOAD
-# The one beside the library, which it finds by itself.
+# A copy beside the library, which it finds by itself.
 mkdir "$scratch/build" && cp "$top/build/rpcrdma-run" "$LIBRPCRDMA" build/
 run=$scratch/build/rpcrdma-run library=$scratch/build/librpcrdma.so.0
 
-# check NAME STATUS EXPECTED COMMAND...: standard output and error of the command, as an extended regular expression.
+# check NAME STATUS EXPECTED COMMAND...: the command's standard output and error must match an extended regular expression.
 check() {
     local name=$1 status=$2 expected=$3 got; shift 3
     rm -f ran; "$@" >out 2>&1; got=$?
     if [ $got -eq "$status" ] && grep -Eq -- "$expected" <<<"$(tr '\n' ' ' <out)"; then ok "$name"; else FAIL "$name (status $got)" out; fi
 }
-# refuses NAME STATUS EXPECTED COMMAND...: and the command, which would leave the file "ran", is not run.
+# refuses NAME STATUS EXPECTED COMMAND...: the same, and the command, which would create the file "ran", is not run.
 refuses() {
     check "$@"
     [ ! -e ran ] || FAIL "$1: it runs all the same"
@@ -34,7 +34,7 @@ check "the command's exit status" 42 '^$' "$run" sh -c 'exit 42'
 check "other preloads stay" 0 "^$library:/lib/x86_64-linux-gnu/libdl.so.2 \$" \
     env LD_PRELOAD=/lib/x86_64-linux-gnu/libdl.so.2 "$run" sh -c 'echo $LD_PRELOAD'
 
-# What the library does not understand is said before, and by the library.
+# What the library does not understand is reported before the program runs, and by the library.
 for typo in RPCRDMA_REDIRECT=tpc RPCRDMA_REDIRCT=tcp RPCRDMA_LOG=inof RPCRDMA_CREDITS=; do
     refuses "$typo" 125 "^rpcrdma-run: ${typo%%=*}.*: (must be |no such environment variable; did you mean RPCRDMA_REDIRECT\?)" \
         env "$typo" "$run" touch ran

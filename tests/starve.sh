@@ -1,5 +1,5 @@
 #!/bin/bash
-# starve.sh [STEP [START]]: the library gets no memory, and no descriptor: each STEP-th (7) of its requests in turn fails, alone
+# starve.sh [STEP [START]]: the library gets no memory, or no descriptor: every STEP-th (7) of its requests fails in turn, alone
 # or with all that follow (c-tests/starve.c), from START (1) on; STEP 1 is all of them. Over software iWARP and shared memory.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ -z "${STARVE_IN_NS:-}" ] && NO_RPCBIND=1 bash "$here/ns.sh" --possible >/dev/null; then
@@ -31,7 +31,8 @@ for way in iwarp local 'iwarp 4'; do
     done
 done
 
-# What libtirpc accepts without memory for its record stream, it would destroy through a NULL pointer. It says so each time.
+# A connection that libtirpc accepts without memory for its record stream would be destroyed through a NULL pointer. libtirpc
+# reports the lack of memory each time.
 for netid in rdma tcp; do
     name="connections that libtirpc has no memory for, on netid $netid"
     if RPCRDMA_PROVIDER=iwarp RPCRDMA_REDIRECT=tcp RPCRDMA_FALLBACK=no STARVE_NETID=$netid timeout "$(patient 120)" "${starved[@]}" ./starve accept \
@@ -43,18 +44,18 @@ for netid in rdma tcp; do
     fi
 done
 
-# The first requests of a process happen once, so each takes a process of its own.
+# The first requests of a process are made only once, so each needs a process of its own.
 export RPCRDMA_PROVIDER=iwarp
 "${starved[@]}" ./starve cold 1000000000 >out 2>err || FAIL "a process with all its memory" err
 requests=$(cat out) aborted=0 refused=0 processes=0
-# The requests behind those of the first connection are those of a round.
+# The requests after those of the first connection are those of a round.
 for ((n = start; n <= requests; n += 3 * step)); do
     timeout "$(patient 60)" "${starved[@]}" ./starve cold "$n" >out 2>err
     status=$?
     processes=$((processes + 1))
     case $status in
     0) ;;
-    # It says that it cannot begin.
+    # It reports that it cannot begin.
     1) refused=$((refused + 1)) ;;
     *) aborted=$((aborted + 1)); { echo "request $n, status $status:"; cat err; } >>bad ;;
     esac

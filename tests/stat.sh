@@ -1,6 +1,6 @@
 #!/bin/bash
-# stat.sh: `rpcrdma stat` and `rpcrdma top` on running processes: their figures against those that the processes have of
-# themselves (c-tests/watched.c); processes of one's own and of others, that fork, have closed their descriptors, may not be
+# stat.sh: `rpcrdma stat` and `rpcrdma top` on running processes: their figures against those that the processes themselves
+# have (c-tests/watched.c); processes of the same user and of others, that fork, have closed their descriptors, may not be
 # watched, or have ended; the screen in tmux.
 #
 # RPCRDMA names the command (default: build/rpcrdma).
@@ -10,7 +10,7 @@ rpcrdma=$(realpath "${RPCRDMA:-$top/build/rpcrdma}")
 [ -x "$rpcrdma" ] || { FAIL "$rpcrdma is there: run make first"; closing; }
 cd "$scratch" || exit 1
 unset RPCRDMA_STATS
-# What other users run has to be readable for them.
+# What other users run must be readable for them.
 chmod 755 .
 cp "$LIBRPCRDMA" librpcrdma.so.0 && cp "$rpcrdma" command && chmod 755 librpcrdma.so.0 command
 stat() { ./command stat "$@"; }
@@ -20,7 +20,7 @@ with_library=(env LD_PRELOAD="$scratch/librpcrdma.so.0")
 
 start_ready "${with_library[@]}" ./bench server rdma || { FAIL "the server starts"; closing; }
 
-# start COMMAND...: a watched client. Sets pid; `tell LINE` sends it a line and sets answer.
+# start COMMAND...: starts a watched client. Sets pid; `tell LINE` sends it a line and sets answer.
 start() {
     rm -f to from; mkfifo to from; chmod 666 to from
     exec "$@" ./watched "$port" <to >from 2>err & pid=$!
@@ -124,7 +124,7 @@ same "of a process that is killed it says so and ends" "1 rpcrdma stat: process 
 
 # ------------------------------------------------------------------------------------------- pages that somebody has made up
 
-# harmless: a terminal obeys nothing of what was written.
+# harmless: nothing that was written can control a terminal.
 harmless() {
     python3 -c 'import sys, unicodedata
 text = "".join(open(name, encoding="utf-8").read() for name in sys.argv[1:])
@@ -201,7 +201,7 @@ else
     same "a process of root is not shown to others" "1 rpcrdma stat: process $pid belongs to root: run as root" "$? $(cat out err)"
     "${nobody[@]}" ./command stat >out 2>err
     grep -q 'could not be looked at: run as root' out && ok "and the list says that there are some" || FAIL "the list says so" out
-    # Nothing to show is said, and not on standard output, where a program may read.
+    # That there is nothing to show is reported, but not on standard output, which a program may read.
     for what in "--all" "--all 0.01 2"; do
         # shellcheck disable=SC2086
         "${nobody[@]}" ./command stat $what >out 2>err; status=$?
@@ -227,7 +227,7 @@ fi
 
 ./command top >out 2>err </dev/null
 same "without a terminal top says so" "1 yes" "$? $(grep -q 'needs a terminal' err && echo yes)"
-# A terminal that goes: nobody is left behind that asks it for keys, for ever.
+# A terminal goes away: no process must stay behind that asks it for keys for ever.
 cat >gone.py <<'END'
 import fcntl, os, pty, signal, struct, sys, termios, time
 pid, terminal = pty.fork()
@@ -268,12 +268,12 @@ if command -v tmux >/dev/null; then
     type_in() { mux send-keys -l "$1"; mux send-keys Enter; }
     type_in 'stty -a >before; ./command top -d 0.2; echo "status $?"; stty -a >after'
     wait_for 10 screen "^ *$server .* bench" && ok "top shows processes" || FAIL "top shows processes" screen
-    # Calls a second appear with the second look, while calls are made.
+    # Calls per second appear at the second look, while calls are made.
     calling() { tell calls 200; screen "^ *$pid .* watched +[1-9][0-9]* "; }
     wait_for 30 calling && ok "and their calls a second" || FAIL "and their calls a second" screen
     mux send-keys s; wait_for 5 screen 'by connections' && ok "s sorts" || FAIL "s sorts" screen
     mux send-keys s s s; wait_for 5 screen 'by pid'
-    # Others may be above it.
+    # Other processes may be listed above it.
     for _ in $(seq 50); do
         mux send-keys Enter; wait_for 5 screen 'Esc back'
         screen "process $pid of " && break
@@ -306,7 +306,7 @@ if command -v tmux >/dev/null; then
         FAIL "Ctrl-Z leaves the terminal to the shell" screen
     type_in 'clear; fg >/dev/null; echo "status $?"'
     wait_for 10 screen "^ *$server .* bench" && mux send-keys q && wait_for 10 screen '^status 0' && ok "... and goes on" || FAIL "... and goes on" screen
-    # A narrow screen has fewer columns, and whole numbers.
+    # A narrow screen shows fewer columns, and whole numbers.
     mux resize-window -x 48 -y 30
     mux clear-history; type_in 'clear; ./command top -d 0.2; echo "status $?"'
     wait_for 10 screen "^ *$server bench +" && screen '^     PID PROGRAM +CALLS/S  SERVED/S' && ok "a narrow screen has whole columns" ||

@@ -1,6 +1,6 @@
 #!/bin/bash
-# tool.sh: the command `rpcrdma`: run, info, check and ping, against a file service that knows only libtirpc; and that what is
-# wrong with the settings is said in the same words by everything that says it. As root, in a network of its own.
+# tool.sh: the command `rpcrdma`: run, info, check and ping, against a file service that knows only libtirpc; and wrong settings
+# are reported in the same words everywhere. As root, in a private network.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 why=$(bash "$here/ns.sh" --possible) || { skip "the command rpcrdma, with an rpcbind" "$why"; closing; }
@@ -20,13 +20,13 @@ cc -O1 -I. $(pkg-config --cflags libtirpc) -o fileserver fileserver.c svc.c xdr.
     cc $(pkg-config --cflags libtirpc) -o hello hello.c $(pkg-config --libs libtirpc) 2>>cc.log || { FAIL "the programs compile" cc.log; closing; }
 program=536888915    # of fileservice.x
 
-# check NAME STATUS EXPECTED COMMAND...: standard output and error of the command, as an extended regular expression.
+# check NAME STATUS EXPECTED COMMAND...: the command's standard output and error must match an extended regular expression.
 check() {
     local name=$1 status=$2 expected=$3 got; shift 3
     timeout "$(patient 30)" "$@" >out 2>&1; got=$?
     if [ $got -eq "$status" ] && grep -Eq -- "$expected" <<<"$(tr '\n' ' ' <out)"; then ok "$name"; else FAIL "$name (status $got)" out; fi
 }
-# json NAME STATUS EXPRESSION COMMAND...: what the command writes is one document d, of which the expression holds.
+# json NAME STATUS EXPRESSION COMMAND...: the command's output must be one JSON document d, for which the expression holds.
 json() {
     local name=$1 status=$2 expression=$3 got; shift 3
     timeout "$(patient 30)" "$@" >out 2>errors; got=$?
@@ -34,17 +34,17 @@ json() {
         "$expression" 2>>errors; then ok "$name"; else FAIL "$name (status $got)" errors; fi
 }
 mkdir served
-# serve SETTING...: the file service with the library, on whatever port, as rpcbind knows.
+# serve SETTING...: starts the file service with the library, on any port, which rpcbind knows.
 registered() { rpcinfo 127.0.0.1 | awk -v program="$1" -v netid="$2" '$1 == program && $3 == netid { found = 1 } END { exit !found }'; }
 serve() {
     log=$scratch/server.log
     start_ready env "$@" ./fileserver -n tcp -d served || { FAIL "a server" "$log"; closing; }
     wait_for 10 registered $program tcp || { FAIL "the server is registered" "$log"; closing; }
 }
-# unserve: the server, and its rows at rpcbind.
+# unserve: ends the server, and removes its rows at rpcbind.
 unserve() { stop "$server"; for netid in tcp tcp6 rdma rdma6; do rpcinfo -d -T $netid $program 1 2>/dev/null; rpcinfo -d $program 1 2>/dev/null; done; }
 
-# Nothing is there.
+# Nothing to reach.
 check "ping: nobody there" 1 "^rpcrdma ping: no program is registered on netid rdma at 127.0.0.1, and none on tcp" "$tool" ping 127.0.0.1
 check "ping: a program that is not there" 1 "RPC: Program not registered; program 7 is not registered on netid rdma" "$tool" ping 127.0.0.1 7
 check "ping: a name that is no program's" 1 '"nosuch": no such program in /etc/rpc, and no number' "$tool" ping 127.0.0.1 nosuch
@@ -57,7 +57,7 @@ check "info: a host that there is not" 1 'problem +no.such.host.invalid: ' "$too
 check "info: LD_PRELOAD of what is not there" 1 'LD_PRELOAD names /none/librpcrdma.so.0, which the loader does not find' \
     env LD_PRELOAD=/none/librpcrdma.so.0 "$tool" info
 
-# A server that knows tcp only.
+# A server that knows only tcp.
 serve
 check "ping: tcp only" 1 "no program is registered on netid rdma at 127.0.0.1, but on tcp: .*RPCRDMA_REDIRECT=tcp" "$tool" ping 127.0.0.1
 check "ping over tcp" 0 "on tcp .*answer from 127.0.0.1:[0-9]+: seq=2 time=" "$tool" ping 127.0.0.1 --netid tcp -c 2 -i 0.01
@@ -67,7 +67,7 @@ json "info --json: tcp only" 0 "[r['netid'] for r in d['rpcbind']['registered'] 
     "$tool" info 127.0.0.1 --json
 unserve
 
-# One that is moved.
+# A moved server.
 serve LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_REDIRECT=tcp
 wait_for 10 registered $program rdma || FAIL "the server is registered on rdma" "$log"
 check "ping: shared memory" 0 "shared memory \(local\), RPC-over-RDMA version 1, inline 262144 bytes out and 262144 in, credits 32 granted of 32 asked .*answers over tcp too .*seq=3 .*3 calls sent, 3 answered, 0 lost \(0%\).* rtt min/avg/max/mdev = [0-9./]+ ms, p50 " \
@@ -86,7 +86,7 @@ json "info --json: what is registered" 0 "sorted(r['netid'] for r in d['rpcbind'
 json "info --json: another device" 0 "d['towards']['used'] == 'iwarp' and 'RPCRDMA_PROVIDER=iwarp takes nothing else' in str(d['towards']['tried']) and {'key': 'provider', 'value': 'iwarp', 'source': 'environment'} in d['settings']" \
     env RPCRDMA_PROVIDER=iwarp "$tool" info 127.0.0.1 --json
 
-# A peer that takes the connection and says nothing: no longer than the user wishes.
+# A peer that accepts the connection and says nothing: ping waits no longer than the user wishes.
 moved_server=$server
 start_silent || FAIL "a silent peer"
 for netid in rdma tcp; do
@@ -107,10 +107,10 @@ if [ $got -eq 0 ] && grep -q '^1 calls sent, 1 answered, 0 lost' ping.log && [ $
 else
     FAIL "ping: Ctrl-C ends it with a summary (status $got)" ping.log
 fi
-# Nobody reads on.
+# The reader of the output goes away.
 "$tool" ping 127.0.0.1 -i 0.01 2>ping.log | head -n 1 >/dev/null
 if [ -s ping.log ]; then FAIL "ping: a reader that goes" ping.log; else ok "ping: a reader that goes ends it in silence"; fi
-# Nobody reads, and nobody goes: a second signal ends it.
+# The reader neither reads nor goes away: a second signal ends ping.
 mkfifo unread
 "$tool" ping 127.0.0.1 -i 0.001 >unread 2>/dev/null & pinging=$!; children+=("$pinging")
 exec {unread}<unread
@@ -154,7 +154,7 @@ mount --bind etc /etc 2>/dev/null
 if grep -q 'poll = 7' /etc/rpcrdma.conf 2>/dev/null; then
     json "info: each setting and who has set it" 0 "[s for s in d['settings'] if s['source'] != 'default'] == [{'key': 'credits', 'value': '9', 'source': 'environment'}, {'key': 'poll', 'value': '7', 'source': '/etc/rpcrdma.conf:1'}]" \
         env RPCRDMA_CREDITS=9 "$tool" info --json
-    # What this machine has there does not count in tests, of whomever.
+    # This machine's own settings have no effect in tests, whoever runs them.
     echo 'nonsense = 1' >/etc/rpcrdma.conf
     mkdir -p /etc/rpcrdma.d && echo nonsense >/etc/rpcrdma.d/x.conf
     check "settings of this machine" 1 'rpcrdma.conf:1:1: "nonsense"' "$tool" check
@@ -170,7 +170,7 @@ stop "$server"
 # No rpcbind: another network.
 check "ping: no rpcbind" 1 '^rpcrdma ping: no rpcbind at 127.0.0.1:111: Connection refused; is it running\?' \
     unshare --net sh -c "ip link set lo up; exec '$tool' ping 127.0.0.1"
-# Listing for ever, of whatever program, would take all memory.
+# An rpcbind whose list never ends: to take all of it would take all memory.
 cat >endless.py <<'END'
 import socket, struct, threading
 text = lambda word: struct.pack(">I", len(word)) + word + bytes(-len(word) % 4)
@@ -189,7 +189,7 @@ print("READY", flush=True)
 while True:
     threading.Thread(target=serve, args=listener.accept()[:1], daemon=True).start()
 END
-# COMMAND...: beside such an rpcbind, with 2 GiB of address space.
+# COMMAND...: runs it beside such an rpcbind, with 2 GiB of address space.
 cat >endless <<'END'
 #!/bin/bash
 ip link set lo up
@@ -224,7 +224,7 @@ if type -P mandoc >/dev/null; then
 else
     skip "the pages are right" "no mandoc"
 fi
-# Every page as a reader has it. A system without manual pages has a `man` that only says so.
+# Every page as a reader sees it. A system without manual pages has a `man` that only says so.
 if ! type -P man >/dev/null || ! man -l "$top/docs/rpcrdma.7" 2>/dev/null | grep -q '^NAME'; then
     skip "man shows every page" "no man"
 else
@@ -237,9 +237,9 @@ else
     if [ -s wrong ]; then FAIL "man shows every page" wrong; else ok "man shows every page"; fi
 fi
 check "completions offer nothing that is hidden" 1 '^ ?$' grep -E -e '--child|Writes manual pages|generate' -r generated/completions
-# complete SHELL START EXPECTED...: in a terminal, what Tab makes of "rpcrdma ...".
+# completes SHELL START EXPECTED...: in a terminal, what Tab makes of "rpcrdma ...".
 screen() { mux capture-pane -p >screen; grep -Eq -- "$1" screen; }
-# A server for each shell: one that is ending takes new sessions with it.
+# A tmux server for each shell: one that is ending takes new sessions with it.
 mux() { tmux -L "rpcrdma-tool$$-${shell%% *}" -f /dev/null "$@"; }
 completes() {
     local shell=$1 begin=$2 typed expected; shift 2
@@ -250,7 +250,7 @@ completes() {
         typed=$1 expected=$2; shift 2
         mux send-keys -l "$typed"; wait_for 10 screen "^ready $typed *\$"
         mux send-keys Tab
-        # A second one lists what there is, where the first has only completed.
+        # A second Tab lists what there is if the first has only completed.
         if wait_for 10 screen "$expected" || { mux send-keys Tab; wait_for 10 screen "$expected"; }; then
             ok "${shell%% *} completes $typed"
         else

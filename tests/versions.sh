@@ -1,7 +1,7 @@
 #!/bin/bash
 # versions.sh: two versions of RPC-over-RDMA. A file service that knows only libtirpc, its client and its server each with
-# Version One only, with both, and with Version Two only: what is spoken is the highest version that both have, on one
-# connection, and no call is lost. Where they have none in common the error says so, and what helps.
+# Version One only, with both, and with Version Two only: they speak the highest version that both have, on one
+# connection, and no call is lost. If they have none in common, the error says so, and what helps.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 [ -r "$LIBRPCRDMA" ] || { FAIL "$LIBRPCRDMA is missing"; closing; }
@@ -20,17 +20,17 @@ mkdir tree
 for size in 0 1 900 1100 3900 4100 16000 70000 1100000; do head -c $size /dev/urandom >tree/$size; done
 moved+=(RPCRDMA_PROVIDER=iwarp RPCRDMA_FALLBACK=no RPCRDMA_LOG=wire)
 
-# serve SETTING...: a server with these settings, of the empty directory `served`.
+# serve SETTING...: starts a server of the empty directory `served`, with these settings.
 serve() {
     rm -rf served && mkdir served
     log=$scratch/server.log
     : >"$log"
     start_ready "${moved[@]}" "$@" ./fileserver -n tcp -a 127.0.0.1 -p 0 -d served || { FAIL "a server with $*" "$log"; closing; }
 }
-# copy SETTING...: there, with these settings. Its messages are in client.log.
+# copy SETTING...: copies a tree to the server, with these settings. The client's messages are in client.log.
 copy() { timeout "$(patient 30)" "${moved[@]}" "$@" ./filecopy -n tcp "127.0.0.1:$port" tree >out 2>client.log </dev/null; }
 
-# spoken VERSION: the tree lies there, and every RPC message went in that version, on one connection.
+# spoken VERSION: the tree has arrived, and every RPC message was of that version, on one connection.
 spoken() {
     local of_two of_one connections
     of_two=$(grep -c ' RDMA2_\(MSG\|NOMSG\) ' client.log)
@@ -64,7 +64,7 @@ for server_has in 1 auto 2; do
     done
 done
 
-# Receives of every size at both ends: what each takes is told, in RFC 8797's words and in the draft's.
+# Receives of every size at both ends: each end announces what it takes, as in RFC 8797 and as in the draft.
 for sizes in '1024 1024' '1024 65536' '65536 4096' '8192 262144'; do
     what="Receives of ${sizes/ / and }"
     serve RPCRDMA_VERSION=auto RPCRDMA_INLINE="${sizes#* }"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# workers.sh: rpcrdma_svc_run(3), servers of several threads (c-tests/workers.c); as it is, with the address sanitizer, and under
-# valgrind.
+# workers.sh: rpcrdma_svc_run(3), servers of several threads (c-tests/workers.c); run plainly, with the address sanitizer, and
+# under valgrind.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/lib.sh"
 cd "$scratch" || exit 1
@@ -15,12 +15,12 @@ compile() {
 compile workers cc || { FAIL "workers.c compiles" cc.log; closing; }
 report plain ./workers
 if compile workers-asan clang -fsanitize=address,undefined -fno-sanitize-recover=all -static-libsan; then
-    # What a server leaves behind when it ends is not looked at.
+    # What a server leaves allocated when it ends does not matter.
     report asan env ASAN_OPTIONS=detect_leaks=0 ./workers-asan
 else
     skip "with the address sanitizer" "no clang with its sanitizers is installed"
 fi
-# libtirpc reads an entry behind its table where it looks for a connection to close.
+# libtirpc reads an entry beyond its table when it looks for a connection to close.
 cat >libtirpc.supp <<'END'
 {
    destroy_idle

@@ -1,4 +1,4 @@
-//! The library's part in this program asks libtirpc, whose functions it also stands in for.
+//! The part of the library in this program calls libtirpc, whose functions it also replaces.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -3,7 +3,7 @@
  *   filecopy [-n netid] [-r] host[:port] TREE
  *   filecopy [-n netid] -c CALLS host[:port]
  *
- * Sends TREE into the server's directory; with -r receives the server's directory into TREE; with -c only makes so many
+ * Sends TREE into the server's directory; with -r receives the server's directory into TREE; with -c only makes CALLS
  * calls that do nothing. Without a port the server is looked up with rpcbind. Ends with one line on standard output: files
  * or calls, bytes and seconds. */
 #define _GNU_SOURCE

@@ -1,9 +1,10 @@
-/* fileserver.c: serves one directory. libtirpc and nothing else: the same binary serves over tcp and over rdma.
+/* fileserver.c: serves one directory. It uses only libtirpc: the same binary serves over tcp and over rdma.
  *
  *   fileserver [-n netid] [-p port] [-a address] [-d directory]
  *
  * Without -p it registers with rpcbind (svc_create). With -p it listens on that port (0: any free one) of the
- * IPv4 address -a (default: all) and tells no rpcbind, so an ordinary user can run it. When it can be called it prints "READY port".
+ * IPv4 address -a (default: all) and does not register with rpcbind, so an ordinary user can run it. When it can be
+ * called it prints "READY port".
  *
  * Every path is walked one component at a time, below the directory, following no symbolic link: a client reaches
  * nothing else, whatever the path says. */
@@ -212,7 +213,7 @@ int fs_program_1_freeresult(SVCXPRT *transport, xdrproc_t xdr_result, caddr_t re
     return 1;
 }
 
-/* Listens on `port` of `where`, known to no rpcbind. Returns the port. */
+/* Listens on `port` of `where`, without registering with rpcbind. Returns the port. */
 static unsigned listen_on(const char *netid, const char *where, unsigned port)
 {
     struct netconfig *config = getnetconfigent(netid);

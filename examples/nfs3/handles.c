@@ -1,15 +1,15 @@
 /* handles.c: from file handles and names to open files of the exported directory, and back.
  *
  * The kernel opens files by name, and NFS names them by handle. So this keeps, for each file that a client has
- * seen, the names it was seen under: a directory and a name in it. To open a handle is to follow these up to the
- * exported directory, to open one component after the other from there, following no symbolic link, and to check
+ * seen, the names it was seen under: a directory and a name in it. Opening a handle means following these up to the
+ * exported directory, opening one component after the other from there, following no symbolic link, and checking
  * that what was reached is the file that is meant. Whatever a handle says, nothing outside is reached. After a
- * rename by this server all handles stay good, those below a renamed directory too: they go by its key, not by its
- * path.
+ * rename by this server all handles stay valid, including those below a renamed directory: they go by its key, not
+ * by its path.
  *
- * A handle that is unknown may be from before a restart. The first one makes this read the whole tree, once.
+ * An unknown handle may be from before a restart. The first one makes this read the whole tree, once.
  *
- * A handle is no secret. It needs to be none: who may mount may look up every file. */
+ * A handle is not secret, and need not be: whoever may mount may look up every file. */
 #include "handles.h"
 #include <dirent.h>
 #include <err.h>
@@ -22,7 +22,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
-/* Deeper directories are not found: two that were moved into each other behind our back must not turn us in
+/* Deeper directories are not found: two that were moved into each other behind our back must not send us round in
  * circles. */
 enum { DEPTH_MAX = 256 };
 
@@ -230,7 +230,7 @@ static void learn_tree(const struct object *directory, int depth)
         closedir(stream);
 }
 
-/* As open_key(), of a key that may be from before a restart, or of a file that is gone. */
+/* Like open_key(), for a key that may be from before a restart, or of a file that is gone. */
 static int open_any(const struct key *key, struct object *object)
 {
     static bool read_all;

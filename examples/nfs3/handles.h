@@ -7,8 +7,8 @@
 #include <stdint.h>
 #include <sys/stat.h>
 
-/* Which file is meant, over renames and restarts. These bytes are the handle. The time of birth tells a new file
- * from a removed one whose inode number it got; 0 where the file system does not know it. */
+/* Which file is meant, across renames and restarts. These bytes are the handle. The time of birth tells a new file
+ * from a removed one whose inode number it got; it is 0 if the file system does not know it. */
 struct key {
     uint64_t device, inode, born;
 };
@@ -22,12 +22,12 @@ struct object {
 };
 #define NO_OBJECT {.fd = -1}
 
-/* Several threads may use all of this at a time. Between these two, one: what changes names does so, and tells here of it,
- * before another thread looks. They may be nested. */
+/* Several threads may use all of this at a time. Only one runs between these two: whatever changes names does so, and
+ * reports it here, before another thread looks. They may be nested. */
 void lock_files(void);
 void unlock_files(void);
 
-/* Takes `directory` as what is exported. Ends the program if it cannot be opened. */
+/* Exports `directory`. Ends the program if it cannot be opened. */
 void export_directory(const char *directory);
 void open_root(struct object *object);
 

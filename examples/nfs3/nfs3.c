@@ -9,19 +9,19 @@
  *   put FILE PATH           ln TARGET PATH          check [-N names] [-L lengths] SIZE...
  *   bench read|write SIZE CALLS PATH
  *
- * Paths begin at the export -e ("/"); `rm` removes an empty directory too. Without -p the server is looked up with
- * rpcbind. The handle of the export comes from MOUNT over tcp (at -m, or looked up with rpcbind), or is given in hex
- * with -H.
+ * Paths begin at the export -e (default: "/"); `rm` removes an empty directory too. Without -p the server is looked
+ * up with rpcbind. The handle of the export comes from MOUNT over tcp (at -m, or looked up with rpcbind), or is given
+ * in hex with -H.
  *
  * -s is how NFS (not MOUNT) knows who calls: sys (the default), or krb5, krb5i, krb5p: RPCSEC_GSS with the service
- * nfs@HOST, which authenticates, protects against changes, encrypts.
+ * nfs@HOST, which authenticates, also protects against changes, or also encrypts.
  *
  * -P reads into a buffer of this program: libtirpc decodes into the one that the result points to before the call,
  * and allocates one only if there is none.
  *
- * `check` writes and reads back files of the sizes, compares, makes symbolic links of the lengths -L (a list with
- * commas) and reads them, makes -N files, lists them, lists and removes them. It says what differs and exits with
- * 1.
+ * `check` writes files of the sizes, reads them back and compares, makes symbolic links of the lengths -L (separated
+ * by commas) and reads them, makes -N files, lists them, and removes them while listing. It says what differs, and
+ * then exits with 1.
  *
  * `bench` READs a file or WRITEs one (FILE_SYNC) from its beginning, SIZE bytes a call, one call after the other.
  * It prints microseconds per call, MB/s, and what librpcrdma counted per call, if that is loaded. */
@@ -119,8 +119,8 @@ static nfs_fh3 look_up(nfs_fh3 directory, char *name)
     return found;
 }
 
-/* The directory that holds the last component of `path`, and this component. Both are freed by nobody: there is
- * one path or two in the life of this program. */
+/* The directory that holds the last component of `path`, and this component. Neither is ever freed: there are only
+ * one or two paths in the life of this program. */
 static diropargs3 parent_of(const char *path)
 {
     diropargs3 at = {.dir = root, .name = NULL};
@@ -213,7 +213,7 @@ static void remove_name(diropargs3 what)
     REMOVE3res res;
     memset(&res, 0, sizeof res);
     must(nfsproc3_remove_3(&args, &res, client), "remove", what.name);
-    /* Servers differ in what they say of a directory. */
+    /* Servers differ in what they answer for a directory. */
     if (res.status == NFS3ERR_ISDIR || res.status == NFS3ERR_PERM) {
         RMDIR3args directory = {.object = what};
         RMDIR3res removed;
@@ -359,7 +359,7 @@ static void put(const char *local, const char *path)
     }
     if (ferror(file))
         err(1, "%s", local);
-    /* The verifier of the first reply: a restart at any time after it shows. */
+    /* With the verifier of the first reply, so that a restart at any time after it shows. */
     if (offset > 0)
         commit(handle, first);
     fclose(file);
@@ -382,7 +382,7 @@ __attribute__((format(printf, 1, 2))) static void differs(const char *format, ..
     differences++;
 }
 
-/* Bytes in which neither a piece that was left out nor one that was moved goes unseen. */
+/* Bytes in which a piece that was left out or moved does not go unnoticed. */
 static void fill(unsigned char *data, size_t length, unsigned seed)
 {
     uint32_t x = seed * 2654435761u + 1;
@@ -430,7 +430,7 @@ static void check_file(nfs_fh3 directory, size_t size, unsigned number)
         differs("size %zu: the server says %llu, type %d", size, (unsigned long long)attributes.size,
                 attributes.type);
 
-    /* All of it; more than there is; and, if there is a middle, that from an odd offset to an odd end. */
+    /* All of it; more than there is; and, if there is a middle, the middle from an odd offset to an odd end. */
     READ3res res;
     bool eof = false;
     for (offset = 0; !eof; end_read(&res)) {
@@ -541,7 +541,7 @@ static void check_names(nfs_fh3 directory, unsigned count)
         free(name);
     }
     each_entry(directory, see, &seen);
-    /* Once more, and each name is removed when it comes: the others must come nevertheless. */
+    /* Once more, removing each name as it comes: the others must come all the same. */
     seen.remove_from = &directory;
     each_entry(directory, see, &seen);
     for (unsigned i = 0; i < count; i++) {
@@ -595,7 +595,7 @@ static int check(int argc, char **argv)
  * bench.
  */
 
-/* Those of struct rpcrdma_stats up to the last one that is shown. */
+/* The counters of struct rpcrdma_stats, up to the last one that is shown. */
 enum { COPIED = 6, REGISTRATIONS = 8, SENDS = 10, SYSCALLS = 12, DOORBELLS = 20, BINDS, COUNTERS };
 
 static bool read_counters(uint64_t *counters)
@@ -624,7 +624,7 @@ static void bench(const char *what, unsigned long size, unsigned long calls, con
     fill(data, size, 1);
     double began = 0;
     uint64_t before[COUNTERS] = {0}, after[COUNTERS] = {0};
-    /* The first call is not counted: it finds nothing prepared. */
+    /* The first call is not counted, since nothing is prepared for it. */
     for (unsigned long i = 0; i <= calls; i++) {
         if (i == 1) {
             read_counters(before);

@@ -6,14 +6,14 @@
  * Exports the directory -d (default: the working directory) as "/", under its own path too. Without -a, -p and -m
  * it registers with rpcbind: NFS on the netid -n (default: tcp), MOUNT always on tcp. With one of them it listens
  * on those ports (0, the default: any free one; 20049 is that of NFS over RDMA) of the IPv4 address -a (default:
- * all) and tells no rpcbind, so an ordinary user can run it. When it can be called it prints "READY port
- * mountport".
+ * all) and does not register with rpcbind, so an ordinary user can run it. When it can be called it prints "READY
+ * port mountport".
  *
  * With -t that many threads serve, for which librpcrdma must be loaded (rpcrdma_svc_run).
  *
- * Run by root it acts as the user that an AUTH_SYS credential names, root too, and as nobody for other
- * credentials. It believes what it is told, and is for a network that one trusts. Run by somebody else it does
- * everything as this user.
+ * Run by root it acts as the user that an AUTH_SYS credential names, even root, and as nobody for other
+ * credentials. It believes what it is told, and is meant for a trusted network. Run by somebody else it does
+ * everything as that user.
  *
  * Missing: a cache of replies, so a REMOVE that is sent again finds nothing to remove; and names are made no more
  * durable than the file system makes them by itself. Data are: DATA_SYNC, FILE_SYNC and COMMIT wait for the
@@ -47,19 +47,19 @@ enum {
     PAGE_MAX = 65536, /* longest result of READDIR and READDIRPLUS */
     NOBODY = 65534,
 };
-/* The kernel takes offsets of 63 bits, NFS has 64. No file has bytes beyond. */
+/* The kernel takes offsets of 63 bits, NFS those of 64. No file has bytes beyond this. */
 static const uint64 OFFSET_MAX = INT64_MAX;
 
 static char *exported;      /* its real path */
 static writeverf3 verifier; /* of WRITE and COMMIT: another one after a restart */
 static __thread uid_t acting; /* whose rights the file system checks just now */
-/* What READ returns. One for each thread is enough: a reply has been sent, or copied, when the next call is taken up. */
+/* What READ returns. One for each thread is enough: a reply has been sent, or copied, before the next call is dispatched. */
 static __thread char *read_data;
 
 static nfsstat3 status_of(int error)
 {
     switch (error) {
-    /* These have the numbers that they have in Linux. */
+    /* These have the same numbers as in Linux. */
     case EPERM: case ENOENT: case EIO: case ENXIO: case EACCES: case EEXIST: case EXDEV: case ENODEV:
     case ENOTDIR: case EISDIR: case EINVAL: case EFBIG: case ENOSPC: case EROFS: case EMLINK:
         return (nfsstat3)error;
@@ -82,7 +82,7 @@ static nfsstat3 result_of(int outcome)
     return outcome < 0 ? status_of(errno) : NFS3_OK;
 }
 
-/* setgroups(2) of this thread, where libc's has all threads do it. */
+/* setgroups(2) for this thread only: libc's function does it for all threads. */
 static int set_groups(size_t count, const gid_t *groups)
 {
     return (int)syscall(SYS_setgroups, count, groups);
@@ -111,7 +111,7 @@ static void act_for(struct svc_req *request)
         struct authunix_parms *caller = (struct authunix_parms *)request->rq_clntcred;
         if (caller->aup_uid == 0)
             return;
-        /* -1 is nobody's number: the kernel would take it for "leave it as it is". */
+        /* -1 is no user's number: the kernel would take it to mean "leave it as it is". */
         if (caller->aup_uid != (uid_t)-1 && caller->aup_gid != (gid_t)-1 &&
             set_groups(caller->aup_len, caller->aup_gids) == 0) {
             uid = caller->aup_uid;
@@ -124,13 +124,13 @@ static void act_for(struct svc_req *request)
     acting = uid;
     setfsgid(gid);
     setfsuid(uid);
-    /* These two say whether they worked only by what they return the next time. */
+    /* Only what these two return the next time shows whether they worked. */
     if ((gid_t)setfsgid(gid) != gid || (uid_t)setfsuid(uid) != uid)
         err(1, "cannot act as user %u", (unsigned)uid);
 }
 
-/* What each call begins with: opens its file, then acts for the caller. The way to the file is not the caller's:
- * who has a handle needs no right to search the directories above. */
+/* What each call begins with: opens its file, then acts for the caller. The path to the file is not walked as the caller:
+ * whoever has a handle needs no right to search the directories above. */
 static nfsstat3 enter(struct svc_req *request, const nfs_fh3 *handle, struct object *object)
 {
     act_for(NULL);
@@ -162,8 +162,8 @@ static int open_data(const struct object *object, int flags)
     int fd = open(path.text, flags | O_CLOEXEC);
     if (fd >= 0 || errno != EACCES || object->st.stx_uid != acting)
         return fd;
-    /* Who has created a file read-only goes on writing it, which a local program does with the descriptor it has.
-     * RFC 1813 section 4.4: the owner is let in, whatever the mode says. */
+    /* A client that has created a file read-only goes on writing it, as a local program does with the descriptor that
+     * it has. RFC 1813 section 4.4: the owner is let in, whatever the mode says. */
     lock_files();
     struct object now = *object;
     if (read_attributes(&now) == 0 && chmod(path.text, (now.st.stx_mode & 07777) | 0600) == 0) {
@@ -440,7 +440,7 @@ bool_t nfsproc3_write_3_svc(WRITE3args *args, WRITE3res *res, struct svc_req *re
         if (n >= 0) {
             done += (uint32)n;
         } else if (errno != EINTR) {
-            /* What has been written counts. The client sends the rest again, and that is what fails. */
+            /* What has been written counts. The client sends the rest again, and only that write fails. */
             if (done > 0)
                 break;
             res->status = status_of(errno);
@@ -481,8 +481,8 @@ bool_t nfsproc3_commit_3_svc(COMMIT3args *args, COMMIT3res *res, struct svc_req 
     return TRUE;
 }
 
-/* What CREATE, MKDIR, SYMLINK and MKNOD have in common: `status` says how making `name` went. Opens what is there,
- * gives it the attributes that it was not made with, and fills the result. */
+/* What CREATE, MKDIR, SYMLINK and MKNOD have in common: `status` says how making `name` went. Opens what was made,
+ * gives it the attributes that it was not made with, and fills in the result. */
 static nfsstat3 finish_making(nfsstat3 status, const diropargs3 *where, const sattr3 *set,
                               struct object *directory, struct object *object, post_op_fh3 *handle,
                               post_op_attr *attributes)
@@ -503,7 +503,7 @@ static nfsstat3 finish_making(nfsstat3 status, const diropargs3 *where, const sa
     return NFS3_OK;
 }
 
-/* The mode to make a file with. It is taken out of `set`: setting it again would clear what a directory
+/* The mode to make a file with. It is removed from `set`: setting it again would clear what a directory
  * inherits. */
 static mode_t take_mode(sattr3 *set, mode_t otherwise)
 {
@@ -830,7 +830,7 @@ static nfsstat3 list(const struct object *directory, struct listing *listing)
     return NFS3_OK;
 }
 
-/* Bytes on the wire: a string; what both results have beside their entries (status, attributes, verifier, the end
+/* Bytes on the wire: a string; what both results have besides their entries (status, attributes, verifier, the end
  * of the list, eof); attributes and handle of an entry. */
 static size_t string_size(const char *text) { return 4 + (strlen(text) + 3) / 4 * 4; }
 enum { REPLY_SIZE = 4 + 88 + 8 + 4 + 4, PLUS_SIZE = 88 + 4 + 4 + sizeof(struct key) };
@@ -878,7 +878,7 @@ bool_t nfsproc3_readdirplus_3_svc(READDIRPLUS3args *args, READDIRPLUS3res *res, 
     res->status = enter(request, &args->dir, &directory);
     if (res->status == NFS3_OK)
         res->status = list(&directory, &listing);
-    /* dircount bounds the names alone. */
+    /* dircount limits the names only. */
     size_t room = args->maxcount < PAGE_MAX ? args->maxcount : PAGE_MAX, size = REPLY_SIZE, names = 0;
     entryplus3 **tail = &ok->reply.entries;
     ok->reply.eof = res->status == NFS3_OK;
@@ -898,7 +898,7 @@ bool_t nfsproc3_readdirplus_3_svc(READDIRPLUS3args *args, READDIRPLUS3res *res, 
         entry->fileid = listed->inode;
         entry->name = listed->name;
         entry->cookie = listed->cookie;
-        /* A name that is gone by now, or may not be looked at, goes without. */
+        /* A name that is gone by now, or may not be looked at, gets no attributes and handle. */
         struct object object;
         if (open_name(&directory, listed->name, &object) == 0) {
             entry->name_attributes.attributes_follow = TRUE;
@@ -1044,7 +1044,7 @@ bool_t mountproc3_mnt_3_svc(dirpath *path, mountres3 *res, struct svc_req *reque
     return TRUE;
 }
 
-/* Who has mounted is nothing that an NFS server needs to know: this one does not remember it. */
+/* An NFS server does not need to know who has mounted: this one does not remember it. */
 bool_t mountproc3_dump_3_svc(void *args, mountlist *res, struct svc_req *request)
 {
     (void)args, (void)request;
@@ -1081,7 +1081,7 @@ int mount_program_3_freeresult(SVCXPRT *transport, xdrproc_t xdr_result, caddr_t
     return 1;
 }
 
-/* Listens on `port` of `where`, known to no rpcbind. Returns the port. */
+/* Listens on `port` of `where`, without registering with rpcbind. Returns the port. */
 static unsigned listen_on(const char *netid, const char *where, unsigned port, unsigned long program,
                           void (*dispatch)(struct svc_req *, SVCXPRT *))
 {
@@ -1111,7 +1111,7 @@ static unsigned number_of(const char *text, unsigned long most, const char *what
     return (unsigned)number;
 }
 
-/* Serves with `threads` threads, or with the one that calls. */
+/* Serves with `threads` threads, or in the calling thread. */
 static void serve(unsigned threads)
 {
     if (threads == 0) {

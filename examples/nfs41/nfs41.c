@@ -1,16 +1,16 @@
-/* nfs41.c: an NFS version 4.1 client that takes a delegation and gives it back when the server recalls it: what
- * the back channel of a session is for, over RDMA.
+/* nfs41.c: an NFS version 4.1 client that takes a delegation and returns it when the server recalls it: what the
+ * back channel of a session is for, over RDMA.
  *
  *   nfs41 [-c] [-p port] HOST PATH SECONDS
  *
- * opens the file PATH, which begins at the server's root, for reading, with a read delegation, and waits for
- * SECONDS at most that the server calls back. It prints a line for each event, and exits with 1 if no recall came.
- * With -c the delegation is returned within the callback, by a call while the server waits for the answer; else
- * after it.
+ * opens the file PATH, which begins at the server's root, for reading, with a read delegation, and waits up to
+ * SECONDS for the server to call back. It prints a line for each event, and exits with 1 if no recall came. With -c
+ * the delegation is returned within the callback, by a call made while the server waits for the answer; else after
+ * it.
  *
  * The server's calls come over the connection that this client has made: it listens nowhere. rpcrdma_clnt_serve()
- * names the routine that answers them, which runs while this program waits: in clnt_call() for a reply of the
- * server's, or in rpcrdma_clnt_poll() for callbacks and nothing else. */
+ * names the routine that answers them, which runs while this program waits: in clnt_call() for a reply from the
+ * server, or in rpcrdma_clnt_poll() for callbacks only. */
 #define _GNU_SOURCE
 #include "nfs41.h"
 #include <arpa/inet.h>
@@ -24,11 +24,11 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Our choice, in the range that RFC 5531 calls transient. Linux calls version 1 of it. */
+/* Our choice of program number, in the range that RFC 5531 calls transient. Linux calls version 1 of it. */
 enum { CALLBACKS = NFS4_CALLBACK + 1 };
-/* Calls at a time: one that waits, and one that is made in a callback meanwhile. */
+/* Calls at a time: one that waits, and one that is made meanwhile in a callback. */
 enum { SLOTS = 2 };
-/* What fits into a Send at both ends, less the transport header: Linux's server has no other callbacks. */
+/* What fits into a Send at both ends, less the transport header: Linux's server cannot make longer callbacks. */
 enum { CALLBACK_SIZE = 4096 - 28 };
 enum { FATTR4_LEASE_TIME = 10 };
 
@@ -52,7 +52,7 @@ static void must(nfsstat4 status, const char *what)
         errx(1, "%s: status %d of RFC 8881 section 15.1", what, status);
 }
 
-/* One COMPOUND. If it begins with a SEQUENCE, this is filled in here. The status and the results are in *res,
+/* Makes one COMPOUND. If it begins with a SEQUENCE, that is filled in here. The status and the results are in *res,
  * which the caller frees. */
 static nfsstat4 compound(const char *what, nfs_argop4 *operations, u_int count, COMPOUND4res *res)
 {
@@ -95,7 +95,7 @@ static void free_results(COMPOUND4res *res)
     xdr_free((xdrproc_t)xdr_COMPOUND4res, (char *)res);
 }
 
-/* The same, where there is nothing to see in the results. */
+/* The same, when nothing in the results is needed. */
 static void do_compound(const char *what, nfs_argop4 *operations, u_int count)
 {
     COMPOUND4res res;
@@ -160,8 +160,8 @@ static void open_session(void)
     free_results(&res);
 }
 
-/* Every SEQUENCE renews the lease. Its result tells how the server thinks of the back channel: over a new
- * connection there is none, until it is asked for. */
+/* Every SEQUENCE renews the lease. Its result tells how the server sees the back channel: a new connection has none
+ * until it is asked for. */
 static void renew(void)
 {
     nfs_argop4 operations[] = {{.argop = OP_SEQUENCE}};
@@ -205,7 +205,7 @@ static bool open_file(char *path)
     operations[count++] = (nfs_argop4){.argop = OP_GETFH};
     COMPOUND4res res;
     nfsstat4 status = compound("OPEN", operations, count, &res);
-    /* A server that has just started waits for reclaims, and one that recalls somebody's delegation for that. */
+    /* A server that has just started waits for reclaims, and one that recalls a delegation waits for its return. */
     if (status != NFS4ERR_GRACE && status != NFS4ERR_DELAY)
         must(status, path);
     if (status == NFS4_OK) {
@@ -275,7 +275,7 @@ static nfsstat4 cb_sequence(const CB_SEQUENCE4args *args, bool *again)
 static nfsstat4 cb_recall(const CB_RECALL4args *args)
 {
     puts("callback: CB_RECALL");
-    /* It may overtake the reply that brings the delegation: the server tries again. */
+    /* The recall may overtake the reply that brings the delegation: the server tries again. */
     if (!delegated || memcmp(args->stateid.other, delegation.other, sizeof delegation.other) != 0)
         return NFS4ERR_BAD_STATEID;
     recalled = true;
@@ -284,7 +284,7 @@ static nfsstat4 cb_recall(const CB_RECALL4args *args)
     return NFS4_OK;
 }
 
-/* Whatever is answered without a place in the slot is an error of the first operation. */
+/* An answer that does not go into the slot is an error of the first operation. */
 static CB_COMPOUND4res *run_callback(const CB_COMPOUND4args *args)
 {
     static bool running;
@@ -356,7 +356,7 @@ static void wait_for_recall(unsigned seconds)
     time_t now = time(NULL), end = now + seconds, renewed = now;
     while (!recalled && now < end) {
         struct timeval timeout = {.tv_sec = 1};
-        /* Without a connection there are none. The next call makes one. */
+        /* Without a connection there are no callbacks. The next call makes a connection. */
         int served = rpcrdma_clnt_poll(client, timeout);
         now = time(NULL);
         if (served < 0 || now - renewed > lease / 3) {
@@ -398,13 +398,13 @@ int main(int argc, char **argv)
         errx(2, "usage: nfs41 [-c] [-p port] HOST PATH SECONDS");
     setvbuf(stdout, NULL, _IOLBF, 0);
     client = connect_to(argv[optind], port);
-    /* Before there is a session: the server tries its back channel at once, maybe before it answers. */
+    /* Before there is a session: the server tries its back channel at once, perhaps before it answers. */
     if (!rpcrdma_clnt_serve(client, CALLBACKS, NFS_CB, callback)) {
         clnt_perror(client, "callbacks");
         return 1;
     }
     open_session();
-    /* A server that wants to see its back channel work first gives none at the first OPEN. */
+    /* A server that first wants to see its back channel work gives no delegation at the first OPEN. */
     for (int tries = 100; !open_file(argv[optind + 1]); tries--) {
         struct timeval pause = {.tv_usec = 100000};
         if (tries == 0)

@@ -4,15 +4,15 @@
  *   nfs41d [-a address] [-p port] FILE
  *   mount -t nfs -o ro,vers=4.1,proto=rdma,port=PORT ADDRESS:/ /mnt
  *
- * prints "READY port", and a line for each event. The file is read once, at the start. Who opens it gets a read
- * delegation. A line "recall" on standard input asks it back: with a CB_NULL, which shows that the back channel
+ * prints "READY port", and a line for each event. The file is read once, at the start. Whoever opens it gets a read
+ * delegation. A line "recall" on standard input recalls it: with a CB_NULL, which shows that the back channel
  * works, and a CB_RECALL.
  *
- * These calls go over the connection that the client has made, by the CLIENT that rpcrdma_clnt_reverse() makes of
- * the SVCXPRT on which the session was created.
+ * These calls go over the connection that the client has made, through the CLIENT that rpcrdma_clnt_reverse() makes
+ * from the SVCXPRT on which the session was created.
  *
- * It is small: one client with one session at a time (the next one takes its place), no locks, nothing that
- * writes. Nor does anything end with a lease. */
+ * It is small: one client with one session at a time (the next one takes its place), no locks, and no
+ * writing. Leases do not expire either. */
 #define _GNU_SOURCE
 #include "nfs41.h"
 #include <arpa/inet.h>
@@ -29,7 +29,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* What a file handle says: a node is its own inode number too. NOWHERE is no file handle. */
+/* What a file handle names: a node is its own inode number too. NOWHERE means no file handle. */
 enum node { NOWHERE, ROOT, THE_FILE };
 
 static char *content, *file_name;
@@ -64,7 +64,7 @@ static struct {
     CREATE_SESSION4resok created; /* what the last one got */
 } known;
 
-/* RFC 8881 section 2.10.6.1: a call that comes again gets what the first one got. */
+/* RFC 8881 section 2.10.6.1: a call that comes again gets the same answer as the first time. */
 struct slot {
     u_int sequence;
     COMPOUND4res last;
@@ -79,7 +79,7 @@ static struct {
 } session;
 static bool calling; /* a callback waits for its reply */
 
-/* What begins a stateid tells what it is of; the rest makes it unlike all others. */
+/* The beginning of a stateid tells what it belongs to; the rest makes it unique. */
 static stateid4 opens[OPENS], delegation;
 static nfs_fh4 owners[OPENS]; /* as bytes and their number */
 static bool delegated;
@@ -114,7 +114,7 @@ static void close_open(int i)
     owners[i] = (nfs_fh4){0};
 }
 
-/* The READ of a client that has opened nothing is one with a stateid of all zeros or all ones. */
+/* A client that has opened nothing READs with a stateid of all zeros or all ones. */
 static bool may_read(const stateid4 *stateid)
 {
     static const char zeros[12];
@@ -124,7 +124,7 @@ static bool may_read(const stateid4 *stateid)
            find_open(stateid) >= 0 || (delegated && same_state(&delegation, stateid));
 }
 
-/* Also empties the result, for the next one. */
+/* Also empties the result, for the next use. */
 static void free_results(COMPOUND4res *res)
 {
     for (u_int i = 0; i < res->resarray.resarray_len; i++) {
@@ -234,7 +234,7 @@ static fattr4 attributes_of(enum node node, const bitmap4 *wanted)
  * Operations. Each returns its status, and has only its results to fill in.
  */
 
-/* What one COMPOUND goes by. */
+/* The state of one COMPOUND. */
 struct run {
     SVCXPRT *transport;
     bool sequenced;
@@ -271,7 +271,7 @@ static u_int least(u_int a, u_int b)
     return a < b ? a : b;
 }
 
-/* The first of the ways in which the client wants to be addressed that is one for us; Linux wants AUTH_SYS. */
+/* The first of the security flavors offered by the client for callbacks that we support; Linux wants AUTH_SYS. */
 static AUTH *callback_security(const CREATE_SESSION4args *args)
 {
     for (u_int i = 0; i < args->csa_sec_parms.csa_sec_parms_len; i++) {
@@ -320,7 +320,7 @@ static nfsstat4 create_session(const CREATE_SESSION4args *args, CREATE_SESSION4r
     fore->ca_maxresponsesize_cached = fore->ca_maxresponsesize;
     fore->ca_maxoperations = least(fore->ca_maxoperations, NFS4_OPERATIONS);
     fore->ca_maxrequests = least(fore->ca_maxrequests, SLOTS);
-    /* The words of ca_rdma_ird are the request's. None are needed. */
+    /* The words of ca_rdma_ird belong to the request. None are needed. */
     fore->ca_rdma_ird.ca_rdma_ird_len = ok->csr_back_chan_attrs.ca_rdma_ird.ca_rdma_ird_len = 0;
     fore->ca_rdma_ird.ca_rdma_ird_val = ok->csr_back_chan_attrs.ca_rdma_ird.ca_rdma_ird_val = NULL;
     known.created = *ok;
@@ -363,7 +363,7 @@ static nfsstat4 destroy_clientid(u_quad_t id)
     return NFS4_OK;
 }
 
-/* A SEQUENCE opens the COMPOUND: *slot is where it belongs, and *again says that its answer lies there. */
+/* A SEQUENCE opens the COMPOUND: *slot is where it belongs, and *again says that its answer is already there. */
 static nfsstat4 enter(const SEQUENCE4args *args, struct slot **slot, bool *again)
 {
     if (!session.lives || memcmp(args->sa_sessionid, session.id, sizeof session.id) != 0)
@@ -454,7 +454,7 @@ static nfsstat4 open_file(const OPEN4args *args, OPEN4resok *ok, struct run *run
     nfsstat4 status = claim(&args->claim, run);
     if (status != NFS4_OK)
         return status;
-    /* An owner who opens the file again gets the same stateid, counted on. */
+    /* An owner who opens the file again gets the same stateid, with the next sequence number. */
     const u_int length = args->owner.owner.owner_len;
     int at = -1;
     for (int i = 0; i < OPENS; i++) {
@@ -559,8 +559,8 @@ static nfsstat4 operate(const nfs_argop4 *operation, nfs_resop4 *result, struct 
 {
 #define ARGS operation->nfs_argop4_u
 #define OK(member, type, ok) result->nfs_resop4_u.member.type##res_u.ok
-    /* These come alone. They may end the session, which must wait while a callback is under way: requests that come
-     * then are dispatched in its midst. */
+    /* These come without a SEQUENCE. They may end the session, and so must wait while a callback is under way: requests
+     * that come then are dispatched in the midst of it. */
     if (!run->sequenced && calling)
         return NFS4ERR_DELAY;
     switch (run->sequenced ? OP_SEQUENCE : (int)operation->argop) {
@@ -679,7 +679,7 @@ static void dispatch(struct svc_req *request, SVCXPRT *transport)
     svc_sendreply(transport, (xdrproc_t)xdr_COMPOUND4res, (char *)res);
     res->tag = NULL;
     svc_freeargs(transport, (xdrproc_t)xdr_COMPOUND4args, (char *)&args);
-    /* The answer stays in its slot. */
+    /* The answer is kept in its slot. */
     if (slot != NULL && !again) {
         free_results(&slot->last);
         slot->last = made;
@@ -807,7 +807,7 @@ int main(int argc, char **argv)
         errx(1, "cannot register the program");
     printf("READY %u\n", ntohs(((struct sockaddr_in *)listener->xp_ltaddr.buf)->sin_port));
 
-    /* svc_run(), with an eye on standard input. */
+    /* svc_run(), but watching standard input too. */
     for (bool commands = true;;) {
         int count = svc_max_pollfd;
         struct pollfd fds[count + 1];

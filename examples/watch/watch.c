@@ -4,7 +4,7 @@
  *   watch [-h host] [-p port] -s NAME VALUE
  *
  * The server calls back over the connection that this program has opened to it. With -f the value is not taken from that
- * call: it is fetched with a call of our own, before the server's is answered. */
+ * call, but fetched with a call of our own before the server's call is answered. */
 #include "watch.h"
 #include <err.h>
 #include <netdb.h>
@@ -28,8 +28,8 @@ static void end(int signal)
     ended = 1;
 }
 
-/* What the server calls: a dispatch routine as in any server. It runs inside rpcrdma_clnt_poll(), and inside every call
- * of ours that waits for its reply. */
+/* What the server calls: a dispatch routine as in any server. It runs inside rpcrdma_clnt_poll(), and inside each of our
+ * calls that waits for its reply. */
 static void watcher_program_1(struct svc_req *request, SVCXPRT *xprt)
 {
     if (request->rq_proc == WATCHER_NULL) {
@@ -58,7 +58,7 @@ static void watcher_program_1(struct svc_req *request, SVCXPRT *xprt)
     svc_freeargs(xprt, (xdrproc_t)xdr_watch_entry, (char *)&entry);
 }
 
-/* An address of the host that answers over RDMA; no rpcbind is asked. */
+/* Connects to the first address of the host that answers over RDMA, without asking rpcbind. */
 static CLIENT *open_client(const char *host, const char *port)
 {
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *list;
@@ -106,7 +106,7 @@ static void watch(char **names)
                 due = time(NULL) + WATCH_LEASE / 3;
             }
         }
-        /* A lost connection is made anew in here; not for long at a time, so that we see it. */
+        /* A lost connection is made anew in here. This does not wait for long at a time, so that we notice. */
         if (rpcrdma_clnt_poll(client, (struct timeval){.tv_sec = 1}) < 0)
             well = false;
         if (!well && !said)

@@ -1,9 +1,9 @@
-/* watchd.c: keeps names with values, and calls the clients that are interested in one back when it changes.
+/* watchd.c: keeps names with values, and when one changes calls back the clients that are interested in it.
  *
  *   watchd [-h address] [-p port]
  *
- * Listens on that port (0: any free one) of that IPv4 address (default: all); tells no rpcbind. When it can be called it
- * prints "READY port".
+ * Listens on that port (0: any free one) of that IPv4 address (default: all), and does not register with rpcbind. When it
+ * can be called it prints "READY port".
  *
  * The calls back go over the connections that the clients have opened, so that they need no port of their own. */
 #define _GNU_SOURCE
@@ -24,7 +24,7 @@ void watch_program_1(struct svc_req *, SVCXPRT *);
 
 /* The others wait as long as this for a client that does not answer. */
 static struct timeval patience = {.tv_sec = 1};
-/* Then it is left alone for so long, in seconds. */
+/* After that the client is left alone for this long, in seconds. */
 enum { RETRY = 5 };
 
 struct value {
@@ -89,7 +89,7 @@ static struct client *client_numbered(u_quad_t number)
     return client;
 }
 
-/* Calls one client back; for the stub it is a CLIENT as any other. */
+/* Calls one client back; to the stub it is a CLIENT like any other. */
 static void tell(struct client *client, struct interest *interest)
 {
     unsigned changes = interest->value->changes;
@@ -99,15 +99,15 @@ static void tell(struct client *client, struct interest *interest)
         client->not_before = 0;
         return;
     }
-    /* It may be slow, or have lost its connection (then this fails at once): it registers again, or is forgotten. */
+    /* The client may be slow, or have lost its connection (then this fails at once): it registers again, or is forgotten. */
     if (client->not_before == 0)
         clnt_perror(client->back, "cannot call back");
     client->not_before = now() + RETRY;
 }
 
 /* While a call back waits for its reply, further requests of that client are dispatched: it may ask for a value before
- * it answers, and it may register, unregister, and set. So nothing is freed in the midst of this, and what such a request
- * adds is seen to by the loop that runs already. */
+ * it answers, and it may register, unregister, and set. So nothing is freed meanwhile, and the loop that is already
+ * running takes care of what such a request adds. */
 static void tell_all(void)
 {
     static bool telling;
@@ -126,7 +126,7 @@ static void tell_all(void)
     telling = false;
 }
 
-/* Forgets those that have unregistered, and those that have not been heard of any more. */
+/* Forgets clients that have unregistered, and those that have not been heard of for too long. */
 static void forget(bool everybody)
 {
     for (struct client **at = &clients, *client; (client = *at) != NULL;) {
@@ -252,7 +252,7 @@ int main(int argc, char **argv)
     if (listener == NULL || !svc_reg(listener, WATCH_PROGRAM, WATCH_VERSION, watch_program_1, NULL))
         errx(1, "%s", clnt_spcreateerror("cannot serve"));
 
-    /* The signals are let through while the loop sleeps, and at no other time. */
+    /* Signals are let through only while the loop sleeps. */
     sigset_t signals, before;
     sigemptyset(&signals);
     sigaddset(&signals, SIGINT);

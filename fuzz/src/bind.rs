@@ -4,7 +4,7 @@
 //! what | seed of the pieces | procedure (2) | where it is cut (2) | choices (8) | an RPC message
 //! ```
 //!
-//! A Call names its procedure itself; to a reply, and to a Call of another program, the third field gives one.
+//! A Call names its procedure itself; for a reply, and for a Call of another program, the third field names one.
 
 use std::sync::OnceLock;
 
@@ -61,7 +61,7 @@ fn known() -> &'static Known {
     })
 }
 
-/// In order, apart, and where XDR puts opaque data.
+/// Checks that items are in order, apart, and where XDR puts opaque data.
 fn in_order(items: &[Item], message: &[u8]) {
     for item in items {
         assert!(item.position % 4 == 0 && (4..=message.len()).contains(&item.position), "{item:?}");
@@ -69,7 +69,7 @@ fn in_order(items: &[Item], message: &[u8]) {
         assert_eq!(length as usize, item.length, "an item without its count");
     }
     assert!(items.windows(2).all(|two| two[0].range().end <= two[1].position), "{items:?}");
-    // Only of the last one the bytes may be missing.
+    // Only the last one's bytes may be missing.
     let others = items.split_last().map_or(&[][..], |(_, others)| others);
     assert!(others.iter().all(|item| item.range().end <= message.len()));
 }
@@ -125,7 +125,7 @@ fn reduced(binding: &Binding, message: &[u8], seed: u8, choices: &[u8]) {
     }
 
     let whole = binding.reply(&[message]);
-    // Of more items not all are listed.
+    // If there are more items, not all are listed.
     if !whole.complete || whole.items.len() > 1000 {
         return;
     }

@@ -1,9 +1,9 @@
 //! One end of a connection: an engine, a device that is a table, and what must hold of it at any time, whatever its peer does.
 //!
-//! - Nothing follows a Close but the ends of calls, and each call ends once.
+//! - Only the ends of calls follow a Close, and each call ends once.
 //! - What is sent can be read, is no longer than the peer takes, and is never more calls than the peer has granted.
 //! - Only memory that the peer has named in a message is read, written or invalidated.
-//! - What a call has exposed is exposed no more when it ends.
+//! - What a call has exposed is no longer exposed when it ends.
 //! - Receives and the memory of pulled calls are bounded.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -26,7 +26,7 @@ pub const PROGRAM: u32 = 0x2000_4653;
 /// Most Receives of a device.
 const RECEIVES: u32 = 96;
 
-/// What both ends of a pair have, and all inputs: making it takes longer than most of them.
+/// What both ends of a pair, and all inputs, share: making it takes longer than most inputs do.
 fn common() -> (Arc<Memory>, Arc<Registry>) {
     static COMMON: OnceLock<(Arc<Memory>, Arc<Registry>)> = OnceLock::new();
     let made = COMMON.get_or_init(|| {
@@ -85,7 +85,7 @@ impl Exposed {
     }
 }
 
-/// What a device has of its own.
+/// The device's own state.
 pub struct Device {
     next: u32,
     pub exposed: BTreeMap<u32, Exposed>,
@@ -113,7 +113,7 @@ impl Device {
         Ok(Segment { handle: Handle(self.next), length: length as u32, offset: offset_of(self.next) })
     }
 
-    /// The memory that a peer names, if it may.
+    /// The memory that a peer names, if it may use it.
     pub fn access(&self, segment: Segment) -> Option<(&Exposed, usize)> {
         let exposed = self.exposed.get(&segment.handle.0)?;
         let at = usize::try_from(segment.offset.checked_sub(offset_of(segment.handle.0))?).ok()?;
@@ -179,11 +179,11 @@ pub struct End {
     pub engine: Connection,
     pub device: Device,
     pub settings: Settings,
-    /// Work that the device has not done.
+    /// Work that the device has not done yet.
     pub sends: VecDeque<WorkRequest>,
     pub reads: VecDeque<(WorkId, Sink, usize, Segment)>,
     pub handed: Vec<Request>,
-    /// The ends of calls, for who made them to look at.
+    /// The ends of calls, to be looked at by whoever made them.
     pub outcomes: Vec<(u32, Result<Vec<u8>, Error>)>,
     pub closing: Option<Error>,
     calls: BTreeMap<u32, Call>,
@@ -256,7 +256,7 @@ impl End {
         }
     }
 
-    /// Takes the oldest request up.
+    /// Takes the oldest request.
     pub fn take(&mut self) -> bool {
         let Some(request) = self.engine.poll_request() else { return false };
         let length: usize = request.message.iter().map(|piece| piece.len()).sum();
@@ -271,7 +271,7 @@ impl End {
         let request = self.handed.remove(at);
         let mut buf = Buf::with_capacity(message.len()).expect("memory");
         buf.extend(message).expect("memory");
-        // What fits nowhere is told to the peer.
+        // If the reply fits nowhere, the peer is told.
         let _ = self.engine.reply(request.id, buf);
         self.drain();
     }
@@ -282,7 +282,7 @@ impl End {
         self.drain();
     }
 
-    /// A Send of the peer. False where a device ends the connection: there is no Receive, or a shorter one.
+    /// Receives a Send of the peer. False where a device ends the connection: there is no Receive, or it is too short.
     pub fn receive(&mut self, message: &[u8], invalidated: Option<Handle>) -> bool {
         let Some(room) = self.device.receives.pop_front() else { return false };
         if message.len() > room || invalidated.is_some_and(|h| self.device.exposed.remove(&h.0).is_none()) {
@@ -318,7 +318,7 @@ impl End {
         self.closing.get_or_insert_with(|| error.clone());
         self.engine.handle_closed(error.clone());
         if self.engine.must_fall_back() {
-            // For another connection; then this one is at its end.
+            // Calls that wait are taken for another connection; then this one is at its end.
             for (xid, ..) in self.engine.take_waiting() {
                 self.calls.get_mut(&xid.0).expect("a call that was made").ended = true;
             }
@@ -355,7 +355,7 @@ impl End {
             }
         }
         assert!(self.device.receives.len() <= RECEIVES as usize, "more Receives than the device has");
-        // No more calls under way than were, or may be.
+        // No more calls under way than there were before, or than are granted.
         let in_flight = self.calls.keys().filter(|xid| self.engine.transmitted(Xid(**xid))).count();
         let granted = self.engine.granted().min(self.engine.asked()).max(1) as usize;
         assert!(in_flight <= self.in_flight.max(granted), "{in_flight} calls under way of {granted}");
@@ -385,7 +385,7 @@ impl End {
         }
     }
 
-    /// Whether a segment of the peer's holds what is read or written.
+    /// Checks that a segment of the peer's contains what is read or written.
     fn allowed(&self, segment: Segment) {
         assert!(segment.length as usize <= self.device.max_segment);
         let within = |named: &Segment| {
@@ -398,7 +398,7 @@ impl End {
 
     fn inspect(&mut self, message: &[u8]) {
         let header = header::decode(message, Versions::BOTH).expect("what we send can be read");
-        // A call is answered in its own version. Before one is agreed on the first message is for everybody.
+        // A call is answered in its own version. Before a version is agreed on, the first message has to suit every peer.
         let (send, _) = self.engine.thresholds();
         let reply = header.direction != Some(Direction::Call);
         let other = reply && self.engine.version() != Some(header.version);

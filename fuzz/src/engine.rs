@@ -1,5 +1,5 @@
-//! One engine, whose peer is this target: any header with any lists, of handles that are exposed and others, in any order with
-//! what the program above does.
+//! One engine, whose peer is this target: any header with any lists, with handles that are exposed and others, in any order
+//! and mixed with what the program above does.
 //!
 //! ```text
 //! role | settings | what the peer says of itself | operations ..
@@ -35,7 +35,7 @@ pub fn run(data: &[u8]) {
     }
     let error = bench.end.closing.clone().unwrap_or_else(|| Error::new(Kind::ConnectionLost, "the end"));
     bench.end.close(&error);
-    // Requests that were whole before are there yet; nothing comes of answers to them.
+    // Requests that were complete before are still there; answers to them have no effect.
     while bench.end.take() {}
     while !bench.end.handed.is_empty() {
         bench.end.reply(0, &words(&[1, 1]));
@@ -171,7 +171,7 @@ impl Bench {
         self.end.reply(at, &reply);
     }
 
-    /// A segment of the peer's: of what is exposed to it, or of its own.
+    /// A segment that the peer names: one that is exposed to it, or one of its own.
     fn segment(&self, input: &mut Input<'_>) -> [u32; 4] {
         let choice = input.byte();
         let exposed: Vec<u32> = self.end.device.exposed.keys().copied().collect();

@@ -1,4 +1,4 @@
-//! The bytes of an input, as numbers and choices. What is taken behind the end is 0: a shorter input means something too.
+//! The bytes of an input, as numbers and choices. What is taken beyond the end is 0: a shorter input means something too.
 
 /// What is left of an input.
 #[derive(Clone)]
@@ -29,7 +29,7 @@ impl<'a> Input<'a> {
         u32::from(self.half()) << 16 | u32::from(self.half())
     }
 
-    /// A number below `end`, and 0 where there is none.
+    /// A number below `end`, or 0 if there is none.
     pub fn below(&mut self, end: usize) -> usize {
         let number = if end <= 256 { usize::from(self.byte()) } else { self.word() as usize };
         if end == 0 { 0 } else { number % end }
@@ -43,7 +43,7 @@ impl<'a> Input<'a> {
         choices[self.below(choices.len())]
     }
 
-    /// At most so many bytes.
+    /// At most `most` bytes.
     pub fn bytes(&mut self, most: usize) -> &'a [u8] {
         let (bytes, rest) = self.rest.split_at(most.min(self.rest.len()));
         self.rest = rest;

@@ -1,8 +1,8 @@
-//! A queue pair of software iWARP whose peer breaks rules: what it sends has right CRCs and numbers where nothing else is said,
+//! A queue pair of software iWARP whose peer breaks rules: what it sends has right CRCs and numbers unless stated otherwise,
 //! so that it gets as far as the checks of handles, bounds and states.
 //!
-//! What the queue pair sends is read too: it must be whole frames that follow each other as the RFCs say, with no byte of
-//! memory that the peer has no handle of.
+//! What the queue pair sends is read too: it must be whole frames that follow each other as the RFCs say, without a byte of
+//! memory that the peer has no handle for.
 //!
 //! ```text
 //! flags | flags of the startup | operations ..
@@ -22,7 +22,7 @@ use rpcrdma::wire::{Handle, Segment};
 
 use crate::input::Input;
 
-/// Bytes before and behind what is exposed, which nobody may write.
+/// Bytes before and after what is exposed, which nobody may write.
 const GUARD: usize = 64;
 
 pub fn run(data: &[u8]) {
@@ -34,18 +34,18 @@ pub fn run(data: &[u8]) {
     bench.end();
 }
 
-/// Memory that the peer has a handle of.
+/// Memory that the peer has a handle for.
 struct Exposed {
     segment: Segment,
     memory: Memory,
-    /// Its memory moves bytes.
+    /// Bytes still move through its memory.
     live: bool,
     /// The peer may name it, if only to end it.
     named: bool,
 }
 
 enum Memory {
-    /// All of a block and the ranges that the peer has been allowed to write.
+    /// A whole block, and the ranges that the peer has been allowed to write.
     Sink(Sink, Vec<(usize, usize)>),
     Source(Vec<u8>),
 }
@@ -64,7 +64,7 @@ struct Bench {
     peer: UnixStream,
     crc: bool,
     ended: bool,
-    /// Something was sent of which nothing is known.
+    /// Something was sent that is not tracked.
     raw: bool,
     /// The next message of each queue, of ours and of the peer's.
     msn: [u32; 3],
@@ -72,10 +72,10 @@ struct Bench {
     exposed: Vec<Exposed>,
     receives: usize,
     reads: VecDeque<(WorkId, Sink)>,
-    /// Read Requests of the queue pair: where it wants its bytes, and how many of them it has got.
+    /// Read Requests of the queue pair: where it wants its bytes, and how many of them it has received.
     requested: VecDeque<(ReadRequest, u32)>,
     asked: VecDeque<Asked>,
-    /// What has come of a frame.
+    /// The part of a frame that has come.
     begun: Vec<u8>,
     terminated: bool,
     ids: u64,
@@ -115,7 +115,7 @@ impl Bench {
         for _ in 0..4 {
             open = open || qp.establish().ok()?;
         }
-        // What it has said so far is MPA's.
+        // What it has sent so far is MPA's.
         let mut said = [0; 1024];
         let length = (&peer).read(&mut said).unwrap_or(0);
         if !open {
@@ -195,12 +195,12 @@ impl Bench {
     }
 
     fn send(&mut self, bytes: &[u8]) {
-        // A peer that does not read what it is sent takes what it is given none the less.
+        // A peer that does not read what it is sent can still send.
         let sent = (&self.peer).write(bytes).unwrap_or(0);
         self.ended |= sent < bytes.len();
     }
 
-    /// A handle, and where in it and how much: of what is exposed, of what was, or of nothing.
+    /// A handle, and where in it and how much: one that is exposed, one that was, or one of nothing.
     fn pick(&self, input: &mut Input<'_>) -> (Segment, Option<usize>) {
         let choice = input.byte();
         if self.exposed.is_empty() || choice & 0xF == 0xF {
@@ -226,7 +226,7 @@ impl Bench {
         let mut allowed = None;
         if tagged {
             let (stag, start, index) = match self.requested.front() {
-                // The answer to a Read of the queue pair.
+                // An answer to a Read of the queue pair.
                 Some((request, done)) if opcode == 2 && operation & 0x10 == 0 => {
                     if operation & 0x20 == 0 {
                         length = length.min((request.size - done) as usize);
@@ -301,7 +301,7 @@ impl Bench {
         ReadRequest { sink_stag, sink_to, size, source_stag: segment.handle.0, source_to }
     }
 
-    /// Length, pad and CRC; sends it.
+    /// Adds length, pad and CRC, and sends it.
     fn finish(&mut self, mut bytes: Vec<u8>, wrong: u8, allowed: Option<(usize, u64, usize)>) {
         let length = (bytes.len() - 2) as u16;
         let length = if wrong == 0xFE { length.wrapping_add(3) } else { length };
@@ -321,7 +321,7 @@ impl Bench {
             && let Memory::Sink(_, ranges) = &mut self.exposed[index].memory
             && let Ok(to) = usize::try_from(to)
         {
-            // What its length says is named too, and may be placed before the CRC shows that it is wrong.
+            // The bytes that a wrong length adds are named too, and may be placed before the CRC shows that it is wrong.
             let beyond = if wrong == 0xFE { 3 } else { 0 };
             ranges.push((to, to.saturating_add(length + beyond)));
         }
@@ -345,7 +345,7 @@ impl Bench {
     fn expose_source(&mut self, length: usize) {
         let seed = self.exposed.len();
         let bytes: Vec<u8> = (0..length).map(|at| (at * 5 + seed * 17 + (at >> 8)) as u8).collect();
-        // What lies around it in the same block is not exposed.
+        // What surrounds it in the same block is not exposed.
         let block =
             Region::copy_from(&[&[0xDD; GUARD], &bytes[..], &[0xDD; GUARD]].concat()).expect("memory");
         if let Ok(segment) = self.qp.expose_source(block.slice(GUARD, length)) {
@@ -370,7 +370,8 @@ impl Bench {
         }
     }
 
-    /// The memory of a handle that has ended: nothing outside of what the peer named was written, and nothing will be.
+    /// Checks the memory of a handle that has ended: nothing outside of what the peer named was written, and nothing will
+    /// be.
     fn let_go(&mut self, index: usize) {
         let raw = self.raw;
         let Memory::Sink(sink, ranges) = &mut self.exposed[index].memory else { return };

@@ -1,4 +1,4 @@
-//! What the fuzz targets do: one module each, with a function that takes an input and panics where a property does not hold.
+//! What the fuzz targets do: one module each, with a function that takes an input and panics if a property does not hold.
 //!
 //! They are a library so that the corpora can be replayed by a plain test, without libFuzzer.
 
@@ -17,10 +17,10 @@ pub mod verbs;
 pub mod wire;
 pub mod xdrs;
 
-/// A target, by its name and its corpus's.
+/// A target, with its name, which is also that of its corpus.
 pub type Target = (&'static str, fn(&[u8]));
 
-/// All of them.
+/// All targets.
 pub const TARGETS: &[Target] = &[
     ("wire", wire::run),
     ("mpa", mpa::run),

@@ -1,4 +1,4 @@
-//! MPA's startup frames and the agreement that they come to, and the headers of what is in a FPDU.
+//! MPA's startup frames and the agreement that they lead to, and the headers of what is in an FPDU.
 //!
 //! The first byte says which; the rest is what a peer sent.
 
@@ -21,7 +21,7 @@ fn start(bytes: &[u8], which: Which, offer: u8) {
     let whole = StartFrame::decode(bytes, which);
     for end in 0..bytes.len().min(mpa::START_HEADER + mpa::MAX_PRIVATE_DATA + 1) {
         match (StartFrame::decode(&bytes[..end], which), &whole) {
-            // What cannot become a frame is found out as soon as that is so, and what can is waited for.
+            // What cannot become a frame is refused as soon as that is certain, and what can is waited for.
             (Err(_), whole) => assert!(whole.is_err()),
             (Ok(Some((frame, length))), Ok(Some((all, total)))) => {
                 assert_eq!((&frame, length), (all, *total));
@@ -95,7 +95,7 @@ fn segment(bytes: &[u8]) {
             let mut encoded = [0; ddp::ENOUGH];
             let length = header.encode(payload, &mut encoded);
             assert_eq!(length, header.len());
-            // The reserved bits are not looked at, and are not sent.
+            // Reserved bits are ignored on receipt and not sent.
             encoded[2] |= start[2] & 0x3C;
             encoded[3] |= start[3] & 0x30;
             assert_eq!(encoded[..length], start[..length], "another encoding");
@@ -117,7 +117,7 @@ fn segment(bytes: &[u8]) {
     }
 }
 
-/// A fault that we find says in its Terminate what it is, and gives back what of the cause the RFCs ask for.
+/// Checks that the Terminate for a fault that we find says what it is, and returns as much of the cause as the RFCs ask for.
 fn explained(fault: Fault, cause: &[u8]) {
     assert!(fault.name().is_some(), "{fault}");
     for cause in [None, Some(cause), Some(&cause[..cause.len().min(ddp::ENOUGH)])] {

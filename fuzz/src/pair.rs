@@ -1,7 +1,8 @@
-//! Two engines against each other, of which one may be hostile: its messages are changed on their way, left out, or sent again.
+//! Two engines against each other, one of which may be hostile: its messages are changed on their way, left out, or sent
+//! again.
 //!
-//! Until something was changed every request and every reply is what was sent, no connection ends, and whatever the order in
-//! which things move, at the end all calls have ended. After that what `end` says holds of the other one.
+//! Until something is changed, every request and every reply is what was sent, no connection ends, and in whatever order
+//! things move, all calls have ended at the end. After a change, what `end` says holds for the other engine.
 //!
 //! ```text
 //! settings of both | who is hostile | operations ..
@@ -27,7 +28,7 @@ pub fn run(data: &[u8]) {
     pair.finish();
 }
 
-/// What a call is to have.
+/// What a call should have.
 struct Made {
     arguments: Vec<u8>,
     reply: Vec<u8>,
@@ -36,7 +37,7 @@ struct Made {
 }
 
 struct Pair {
-    /// The one that opened the connection, and the other.
+    /// The end that opened the connection, and the other.
     ends: [End; 2],
     /// Calls of each.
     made: [BTreeMap<u32, Made>; 2],
@@ -51,7 +52,7 @@ struct Pair {
     back: bool,
     closed: bool,
     next: u32,
-    /// A message of the hostile one, to be sent again.
+    /// A message of the hostile end, to be sent again.
     old: Vec<u8>,
 }
 
@@ -106,7 +107,7 @@ impl Pair {
             }
             10 if !self.ends[side].handed.is_empty() && operation & 0x20 != 0 => {
                 self.ends[side].discard(0);
-                // Who waits for its reply waits for ever.
+                // Whoever waits for its reply waits for ever.
                 self.changed = true;
             }
             11 => self.change(operation, input),
@@ -132,12 +133,12 @@ impl Pair {
         match operation >> 5 {
             0 => drop(engine.raise_receives(1024 * usize::from(input.byte() % 65), device)),
             1 => {
-                // Who asks for shorter Receives keeps to that at once (draft-dnoveck-nfsv4-rpcrdma-xcharext-01 §3.1): what it
-                // has to answer by then may not fit.
+                // An end that asks for shorter Receives keeps to that at once (draft-dnoveck-nfsv4-rpcrdma-xcharext-01
+                // §3.1): what it then has to answer may not fit.
                 self.lacks = true;
                 drop(engine.request(crate::engine::characteristic(input)));
             }
-            // Who was not told that it may call back does not.
+            // An end that was not told that it may call back does not.
             2 if side == 1 || self.back => drop(engine.grant(u32::from(input.byte() % 32))),
             3 if side == 0 || self.back => drop(engine.ask(u32::from(input.byte() % 32), device)),
             4 => {
@@ -153,7 +154,7 @@ impl Pair {
     fn call(&mut self, side: usize, input: &mut Input<'_>) {
         let (kind, xid) = (input.byte(), self.next);
         self.next += 1;
-        // A server makes calls only where the client takes any.
+        // A server makes calls only if the client takes any.
         if side == 1 && self.ends[1].engine.asked() == 0 {
             return;
         }
@@ -254,7 +255,7 @@ impl Pair {
         true
     }
 
-    /// Requests are what was called.
+    /// Checks that requests are what was called.
     fn requests(&self, side: usize) {
         for request in self.ends[side].handed.iter().filter(|_| !self.changed) {
             let made = &self.made[1 - side][&request.xid.0];
@@ -282,7 +283,7 @@ impl Pair {
         true
     }
 
-    /// Changes something that the hostile one has sent.
+    /// Changes something that the hostile end has sent.
     fn change(&mut self, operation: u8, input: &mut Input<'_>) {
         let Some(from) = self.hostile.filter(|_| !self.closed) else { return };
         let next = self.ends[from].sends.iter().position(|work| matches!(work, WorkRequest::Send { .. }));
@@ -324,12 +325,12 @@ impl Pair {
         }
     }
 
-    /// Moves one thing.
+    /// Moves one message, RDMA Read or reply.
     fn moves(&mut self) -> bool {
         (0..2).any(|side| self.deliver(side) || self.read(side)) || (0..2).any(|side| self.serve(side, 0))
     }
 
-    /// What has ended, and whether an end wants the connection to.
+    /// Looks at what has ended, and whether an end wants the connection to end.
     fn look(&mut self) {
         let [client, server] = [0, 1].map(|side| self.ends[side].settings.versions);
         let differ = client.low > server.high || server.low > client.high;
@@ -341,7 +342,7 @@ impl Pair {
                     Ok(reply) if made.one_way => assert!(reply.is_empty()),
                     Ok(reply) => assert!(reply == made.reply, "the reply to {xid} was changed"),
                     Err(error) => {
-                        // Calls back may be short ones only.
+                        // Calls back may have to be short.
                         let short = side == 1 && self.short;
                         let fails = !made.fits || self.lacks || self.closed || short || differ;
                         // A call without a reply needs two credits.
@@ -364,7 +365,7 @@ impl Pair {
         self.ends.iter_mut().for_each(|end| end.close(error));
     }
 
-    /// Everything moves until nothing does: then all calls have ended.
+    /// Moves everything until nothing moves any more: then all calls have ended.
     fn finish(&mut self) {
         for side in 0..2 {
             self.ends[side].engine.hold(false);
@@ -388,7 +389,7 @@ impl Pair {
         self.look();
         if !self.changed && !self.closed {
             for (side, end) in self.ends.iter().enumerate() {
-                // Calls that nobody waits for may hold every credit; and a server hears from its client first.
+                // Calls that nobody waits for may hold every credit; and a server must hear from its client first.
                 let waits = end.engine.starved() || side == 1 && end.engine.version().is_none();
                 assert!(waits || end.awaited().is_empty(), "calls {:?} do not end", end.awaited());
             }

@@ -1,6 +1,6 @@
 //! The rings of shared memory, with a peer that follows the rules until it lies: any word of its segment may become anything.
 //!
-//! Until then what one end puts in comes out at the other, in order and whole, and who waits is woken.
+//! Until then what one end puts in comes out at the other, in order and complete, and an end that waits is woken.
 //!
 //! ```text
 //! flags | pairs of an operation and its argument ..
@@ -28,7 +28,7 @@ pub fn run(data: &[u8]) {
 struct Bench {
     rings: Rings,
     socket: UnixStream,
-    /// `None`: it has gone.
+    /// `None`: the peer has gone.
     peer: Option<UnixStream>,
     /// The segment that the peer writes, and ours as it sees it.
     theirs: Own,
@@ -38,13 +38,13 @@ struct Bench {
     taken: u64,
     put: u64,
     received: u64,
-    /// The wait from which the peer was woken, and what the bell said then.
+    /// The wait from which the peer was woken, and the bell's count then.
     woken: u64,
     rung: u64,
     lied: bool,
 }
 
-/// How an end says that it waits: for a byte or for a bell, and for which time.
+/// How an end says that it waits: for a byte or for a bell, and which of its waits it is.
 const BY_BYTE: u64 = 1;
 const BY_BELL: u64 = 2;
 const WAITS: u64 = BY_BYTE | BY_BELL;
@@ -93,7 +93,7 @@ impl Bench {
             2 | 3 => self.receive(amount, operation),
             4 => self.put(amount),
             5 => self.take(amount),
-            // It waits, for room too or not.
+            // The peer waits, perhaps for room too.
             6 => {
                 let waits = self.theirs.word(Word::Waits);
                 let now = waits.load(SeqCst);
@@ -117,7 +117,7 @@ impl Bench {
         self.sane();
     }
 
-    /// What our own segment says is true, whatever the other one says.
+    /// Checks that what our own segment says is true, whatever the other one says.
     fn sane(&self) {
         assert_eq!(self.ours.get(Word::Produced), self.sent);
         assert_eq!(self.ours.get(Word::Consumed), self.received);
@@ -127,7 +127,7 @@ impl Bench {
 
     fn send(&mut self, amount: usize, operation: u8) {
         let bytes: Vec<u8> = (0..amount as u64).map(|at| out(self.sent + at)).collect();
-        // In pieces, of which some are empty.
+        // In pieces, some of them empty.
         let (first, rest) = bytes.split_at(amount / 3);
         let pieces = [IoVec::from_slice(first), IoVec::from_slice(&[]), IoVec::from_slice(rest)];
         let pieces = if operation & 0x10 != 0 { &pieces[..] } else { &[IoVec::from_slice(&bytes)] };
@@ -201,7 +201,7 @@ impl Bench {
             (_, Some(libc::EPROTO)) => assert!(self.lied, "the truth is called a lie"),
             _ => assert!(self.peer.is_none(), "{error}"),
         }
-        // What was put in before a lie was seen is not told.
+        // How much was put in before a lie was seen is not reported.
         self.sent = if self.lied { self.ours.get(Word::Produced) } else { self.sent };
     }
 
@@ -226,7 +226,7 @@ impl Bench {
     fn put(&mut self, amount: usize) {
         let used = (self.put.wrapping_sub(self.ours.get(Word::Consumed)) as usize).min(RING);
         if used == 0 && !self.lied {
-            // It may begin anywhere, and be of another length.
+            // The bytes may begin anywhere, in a ring of the other length.
             self.theirs.word(Word::Base).store(self.put, SeqCst);
             self.theirs.word(Word::Wide).store(amount as u64 & 1, SeqCst);
         }
@@ -270,7 +270,7 @@ impl Bench {
         }
     }
 
-    /// Who says that it may sleep has nothing to do, and has said that it waits.
+    /// An end that says that it may sleep has nothing to do, and has said that it waits.
     fn rest(&mut self, operation: u8) {
         if operation & 0x10 != 0 {
             assert!(self.rings.spin());

@@ -1,5 +1,5 @@
-//! Headers of RPC messages with credentials of every flavour: as libtirpc's own functions read them from a stream of ours, in
-//! pieces, from one of libtirpc's, and as the engine reads them, which asks nobody.
+//! Headers of RPC messages with credentials of every flavour: as libtirpc's own functions read them from a stream of ours,
+//! in pieces, and from one of libtirpc's; and as the engine reads them, without libtirpc.
 //!
 //! ```text
 //! call or reply | seed of the pieces | an RPC message
@@ -18,8 +18,8 @@ pub fn run(data: &[u8]) {
     if what & 1 == 0 { call(message, *seed) } else { reply(message, *seed) }
 }
 
-/// libtirpc's own, looked up: linked, it would be AddressSanitizer's, which stands before one that it looks for when the
-/// process starts and does not find.
+/// libtirpc's own function, looked up at run time. If linked, it would be AddressSanitizer's interceptor, which looks for
+/// the original when the process starts and does not find it.
 fn xdrmem_create() -> unsafe extern "C" fn(*mut XDR, *mut c_char, c_uint, c_int) {
     static FOUND: OnceLock<usize> = OnceLock::new();
     let found = *FOUND.get_or_init(|| {
@@ -53,7 +53,7 @@ impl Room {
 /// A credential or verifier that was decoded.
 fn said(auth: opaque_auth) -> (i32, Vec<u8>) {
     assert!(auth.oa_length as usize <= MAX);
-    // SAFETY: it was decoded into `Room`, which has so much.
+    // SAFETY: it was decoded into `Room`, which has that many bytes.
     (
         auth.oa_flavor,
         unsafe { std::slice::from_raw_parts(auth.oa_base.cast(), auth.oa_length as usize) }.to_vec(),
@@ -65,7 +65,8 @@ fn empty() -> rpc_msg {
     unsafe { std::mem::zeroed() }
 }
 
-/// What `read` makes of the message in a stream of ours, in pieces, and in one of libtirpc's; and where either stands then.
+/// What `read` makes of the message in a stream of ours, in pieces, and in one of libtirpc's; and the position of each
+/// afterwards.
 fn both_ways<T: PartialEq + std::fmt::Debug>(
     message: &[u8],
     seed: u8,
@@ -121,7 +122,7 @@ fn call(message: &[u8], seed: u8) {
     assert_eq!(head.arguments, arguments);
     let (flavor, body) = &call.credential;
     assert_eq!(Head::names(message), Some([program, version, procedure, *flavor as u32]));
-    // RFC 2203 §5: only data with the service "none" goes as it is.
+    // RFC 2203 §5: only data with the service "none" is sent as it is.
     let plain = [0, 0, 0, 1, 0, 0, 0, 0];
     let service = body.get(12..16);
     assert_eq!(head.wrapped, *flavor == 6 && !(body.starts_with(&plain) && service == Some(&[0, 0, 0, 1])));
@@ -176,7 +177,7 @@ fn reply(message: &[u8], seed: u8) {
         })
     };
     let decoded = both_ways(message, seed, read);
-    // What is compared with the bytes of nearly every reply is what libtirpc makes of them.
+    // The bytes that nearly every reply begins with, and that replies are compared with, mean the same to libtirpc.
     if message.get(4..24) == Some(&PLAIN_REPLY[..]) {
         let (reply, position) = decoded.expect("a plain reply");
         assert_eq!((reply.accepted, reply.status, position), (true, 0, 24));

@@ -1,4 +1,4 @@
-//! What people write: settings in a file and in the environment, and bindings.
+//! Text that people write: settings in a file and in the environment, and bindings.
 //!
 //! The first byte says which; the rest is the text.
 
@@ -26,7 +26,7 @@ fn without_end(text: &str) -> &str {
     text.rfind('\n').map_or("", |end| &text[..=end])
 }
 
-/// An error is for a terminal: one line of it, of a length that can be read.
+/// Checks that an error is fit for a terminal: one line, not too long to read.
 fn visible(error: &str) {
     assert!(error.len() < 2000, "an error of {} bytes", error.len());
     assert!(!error.chars().any(char::is_control), "{error:?}");
@@ -37,11 +37,11 @@ fn bindings(text: &str, seed: u8) {
     let errors = all.add_text("text", text);
     errors.iter().for_each(|error| visible(error));
     assert!(errors.len() <= text.lines().count());
-    // A line says nothing of those before it.
+    // A line has no effect on those before it.
     let first = start.add_text("text", without_end(text));
     assert!(errors.starts_with(&first), "{errors:?} behind {first:?}");
 
-    // The procedures that the dictionary has.
+    // The procedures that are in the dictionary.
     for key in [(1, 1, 1), (0x2000_4653, 1, 4), (2, 1, 1)] {
         let Some(binding) = all.find(key.0, key.1, key.2) else { continue };
         assert!(all.knows(key.0, key.1));
@@ -67,7 +67,7 @@ fn file(text: &str) {
     let texts =
         |errors: &[rpcrdma::fuzz::Error]| errors.iter().map(|e| e.text().to_owned()).collect::<Vec<_>>();
     assert!(texts(&errors).starts_with(&texts(&first)));
-    // A file counts for a program with more rights than its user, as for any other.
+    // A file counts for a program with more rights than its user, as it does for any other.
     assert_eq!(format!("{config:?}"), format!("{:?}", settings([], Some(text), true).0));
     bounded(&config);
 }

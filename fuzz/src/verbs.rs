@@ -1,8 +1,8 @@
-//! A connection over an adapter that lies: completions in any order, twice or never, of any status, opcode, number, length and
-//! handle, events of every kind, and functions that fail, between whatever the layer above asks for.
+//! A connection over an adapter that lies: completions in any order, twice or never, with any status, opcode, number, length
+//! and handle, events of every kind, and functions that fail, mixed with whatever the layer above asks for.
 //!
-//! The device ([`rpcrdma::fuzz::mock`]) knows what it may touch, and does: memory that it was not told to leave is there and
-//! nobody else's, whatever it has said.
+//! The device ([`rpcrdma::fuzz::mock`]) knows what it may touch, and touches it: memory that it was not told to leave alone
+//! must still exist and belong to nobody else, whatever the device has said.
 //!
 //! ```text
 //! flags | operations ..
@@ -18,14 +18,14 @@ use rpcrdma::wire::{Handle, Segment};
 
 use crate::input::Input;
 
-/// Of C's enumerations, and what none has.
+/// Values of C's enumerations, and some that none has.
 const SUCCESS: u32 = 0;
 const FLUSHED: u32 = 5;
 const OPCODES: [u32; 12] = [0, 1, 2, 3, 4, 5, 6, 7, 128, 129, 130, u32::MAX];
 const RECEIVE: u32 = 128;
 const WITH_INVALIDATE: u32 = 8;
 
-/// What the device may refuse while it has the queue pair.
+/// Functions that the device may refuse while it has the queue pair.
 const FUNCTIONS: [&str; 2] = ["ibv_dereg_mr", "ibv_dealloc_mw"];
 
 pub fn run(data: &[u8]) {
@@ -38,7 +38,7 @@ pub fn run(data: &[u8]) {
     bench.end();
 }
 
-/// What the peer was given a handle of.
+/// What the peer was given a handle for.
 enum Exposed {
     Source,
     Sink(Sink),
@@ -53,7 +53,7 @@ struct Bench {
     ids: u64,
     received: usize,
     read: usize,
-    /// The last completion, for another time.
+    /// The last completion, to be used again.
     last: Option<(u32, u32, u64, u32, u32, u32)>,
 }
 
@@ -162,20 +162,20 @@ impl Bench {
         self.last = completion;
     }
 
-    /// The oldest request, or one of those behind it, is complete.
+    /// Completes the oldest request, or one of those after it.
     fn complete_next(&mut self, operation: u8, input: &mut Input<'_>) {
         let skip = if operation & 0x10 != 0 { usize::from(input.byte() % 4) } else { 0 };
         let next = mock::with(|device| {
             let signalled = device.queue.iter().filter(|work| work.signalled);
             signalled.map(|work| (work.number, work.opcode)).nth(skip)
         });
-        // Those of Sends, Writes and Reads, as a device has them.
+        // The opcodes of Sends, Writes and Reads, as a device reports them.
         self.tell(
             next.map(|(number, opcode)| (SUCCESS, [1, 1, 0, 0, 2][opcode.min(4) as usize], number, 0, 0, 0)),
         );
     }
 
-    /// A message has come, which may end a handle.
+    /// Makes a message come in, which may end a handle.
     fn receive(&mut self, operation: u8, input: &mut Input<'_>) {
         let Some((number, room)) = mock::with(|device| {
             device.receives.front().map(|next| (next.number, next.pieces.first().map_or(0, |piece| piece.1)))
@@ -222,14 +222,14 @@ impl Bench {
     }
 
     fn note(&mut self, segment: Result<Segment, Error>, exposed: Exposed) {
-        // A refusal ends a call and no connection.
+        // A refusal ends a call, and does not end the connection.
         let Ok(segment) = segment else { return };
         assert!(self.exposed.insert(segment.handle.0, (segment, exposed)).is_none(), "one handle, twice");
     }
 
     fn invalidate(&mut self, operation: u8, input: &mut Input<'_>) {
         let Some(handle) = self.pick(input) else { return };
-        // Told at once, or as the end of all; to wait until it is not told takes its time.
+        // Completed at once, or the end of everything; never completing it would take time to wait for.
         match operation >> 4 {
             0 => self.tell(Some((FLUSHED, 0, 0, 0, 0, 0))),
             _ => mock::with(|device| device.completes = true),
@@ -242,7 +242,7 @@ impl Bench {
         }
     }
 
-    /// A handle has ended: its memory is the program's again.
+    /// Called when a handle has ended: its memory is the program's again.
     fn gone(&mut self, handle: u32) {
         let Some((_, exposed)) = self.exposed.remove(&handle) else { panic!("a handle that is unknown") };
         assert!(!mock::with(|device| device.rights.contains_key(&handle)), "the peer still has it");
@@ -290,7 +290,7 @@ impl Bench {
         });
     }
 
-    /// The end, which is an error like any other: nothing is held then.
+    /// The end is an error like any other: nothing is held afterwards.
     fn end(mut self) {
         mock::completion(FLUSHED, 0, 0, 0, 0, 0);
         self.verbs.close();
@@ -311,7 +311,7 @@ impl Bench {
     }
 }
 
-/// Mostly few bytes, and sometimes more than are copied.
+/// Mostly a few bytes, and sometimes more than are copied.
 fn length(input: &mut Input<'_>) -> usize {
     let length = usize::from(input.half());
     1 + if length & 0xF == 0xF { 65_536 + length / 16 } else { length / 16 }

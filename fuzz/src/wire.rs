@@ -44,7 +44,7 @@ fn decoded(message: &[u8], versions: Versions, header: &Header<'_>) {
     assert!(cut.len() < 20_000, "a line of {} bytes", cut.len());
     let mut encoded = Vec::new();
     let Header { version, xid, credits, direction, body } = *header;
-    // Who speaks both reads what who speaks one reads.
+    // An end that speaks both versions reads what an end that speaks one reads.
     let both = header::decode(message, Versions::BOTH).map(|header| header.to_string());
     if versions != Versions::BOTH && versions.include(version) {
         assert_eq!(both.ok().as_ref(), Some(&cut));
@@ -55,7 +55,7 @@ fn decoded(message: &[u8], versions: Versions, header: &Header<'_>) {
             let said = direction.unwrap_or(Direction::Call);
             header::encode(&mut encoded, version, xid, credits, Proc::Msg, said, &lists);
             assert_eq!([&encoded, payload].concat(), message, "another encoding");
-            // The payload is no part of the header: with less of it the header is the same.
+            // The payload is not part of the header: with less of it the header is the same.
             let shorter = encoded.len() + payload.len() / 2;
             if let Ok(Header { body: Body::Msg { chunks, payload: half }, .. }) =
                 header::decode(&message[..shorter], versions)
@@ -87,7 +87,7 @@ fn decoded(message: &[u8], versions: Versions, header: &Header<'_>) {
     }
 }
 
-/// A copy of the lists; their views say of themselves what is in them.
+/// A copy of the lists, which the views agree with.
 fn lists(chunks: &ChunkLists<'_>) -> Lists {
     let lists = chunks.to_lists();
     assert_eq!(lists.reads.len(), chunks.read_count());
@@ -134,7 +134,7 @@ fn operations(info: &[u8]) {
                 encoded
             }
         };
-        // Of a subset there are encodings of several lengths; what ours says is the same, as far as places have names.
+        // A subset has encodings of several lengths; ours means the same, as far as places have names.
         let again = characteristics::decode(kind, &encoded).expect("our own encoding");
         assert_eq!(again.to_string(), operation.to_string());
     }
@@ -160,7 +160,7 @@ fn private_data(bytes: &[u8], ours: u8) {
     assert!(sizes(&theirs).into_iter().all(|size| size % 1024 == 0 && (1024..=262_144).contains(&size)));
     let encoded = theirs.encode();
     assert_eq!(PrivateData::find(&encoded), Some(theirs));
-    // What stands behind it is not looked at.
+    // What follows it is ignored.
     if found.is_some() {
         assert_eq!(PrivateData::find(&[bytes, &encoded].concat()), found);
     }

@@ -21,7 +21,7 @@ pub fn run(data: &[u8]) {
     if mode & 1 == 0 { decode(mode, &mut input) } else { encode(mode, &mut input) }
 }
 
-/// The operations that C calls.
+/// The operations, as C calls them.
 struct Operations {
     xdr: *mut XDR,
     table: &'static XdrOps,
@@ -46,12 +46,12 @@ impl Operations {
     }
 
     fn get_bytes(&self, bytes: &mut [u8]) -> bool {
-        // SAFETY: as in `get_long`; so many bytes can be written.
+        // SAFETY: as in `get_long`; that many bytes can be written.
         unsafe { (self.table.getbytes)(self.xdr, bytes.as_mut_ptr().cast(), bytes.len() as c_uint) == 1 }
     }
 
     fn put_bytes(&self, bytes: &[u8]) -> bool {
-        // SAFETY: as in `get_long`; so many bytes can be read.
+        // SAFETY: as in `get_long`; that many bytes can be read.
         unsafe { (self.table.putbytes)(self.xdr, bytes.as_ptr().cast(), bytes.len() as c_uint) == 1 }
     }
 
@@ -65,13 +65,13 @@ impl Operations {
         unsafe { (self.table.setpostn)(self.xdr, position) == 1 }
     }
 
-    /// The next bytes in their place, if the stream gives them away. They are C's, as its streams are.
+    /// The next bytes in place, if the stream hands them out. They belong to C, as its streams do.
     #[allow(clippy::mut_from_ref)]
     fn inline(&self, bytes: usize) -> Option<&mut [u8]> {
         // SAFETY: as in `get_long`.
         let place = unsafe { (self.table.inline)(self.xdr, bytes as c_uint) };
         assert_eq!(place.addr() % 4, 0);
-        // SAFETY: that many bytes belong to who asked, until the next operation.
+        // SAFETY: that many bytes belong to the caller, until the next operation.
         (!place.is_null()).then(|| unsafe { std::slice::from_raw_parts_mut(place.cast(), bytes) })
     }
 }
@@ -121,7 +121,7 @@ fn decode(mode: u8, input: &mut Input<'_>) {
             3 => assert_eq!(stream.position(), at),
             4 => {
                 let to = target(operation, argument, length, at);
-                // Once something of what the peer has was taken, it is not taken a second time.
+                // Once some of what lies with the peer was taken, it is not taken a second time.
                 let (inside, back) = (to as usize <= model.len(), (to as usize) < at && reached > here);
                 let there = stream.set_position(to);
                 assert!(there == inside || back && !there);
@@ -149,7 +149,7 @@ fn decode(mode: u8, input: &mut Input<'_>) {
     assert_eq!(decoder.copied(), copied as u64);
 }
 
-/// So many more bytes of the message, which a peer shows in its outbox.
+/// `length` more bytes of the message, which a peer shows in its outbox.
 fn shown(model: &mut Vec<u8>, length: usize) -> Shown {
     let (own, file) = Own::new().expect("memory");
     let (own, theirs) = (Arc::new(own), Arc::new(Theirs::new(file).expect("a segment")));
@@ -164,7 +164,7 @@ fn shown(model: &mut Vec<u8>, length: usize) -> Shown {
         .expect("it is shown")
 }
 
-/// What was put, and what stands at each position.
+/// What was put, and where the next item goes.
 #[derive(Default)]
 struct Model {
     bytes: Vec<u8>,
@@ -184,7 +184,7 @@ fn encode(mode: u8, input: &mut Input<'_>) {
     let mut encoder = Encoder::new(Buf::with_capacity(if mode & 2 != 0 { 1 } else { 9000 }).expect("memory"));
     let limit = if mode & 8 != 0 { usize::from(input.byte()) * 64 } else { usize::MAX };
     encoder.set_limit(limit);
-    // What the program puts: it lives longer than the message.
+    // What the program puts, which outlives the message.
     let program: Vec<u8> = (0..12_000).map(|at| (at * 13 + 5) as u8).collect();
     if mode & 4 != 0 {
         let which = Box::new(|encoded: &[u8], _: *const u8, length: usize| {
@@ -211,7 +211,7 @@ fn encode(mode: u8, input: &mut Input<'_>) {
                 let bytes = &program[from..from + length];
                 match stream.put_bytes(bytes) {
                     true => model.put(bytes),
-                    // The first item that would be lent ends a message of which no more is wanted.
+                    // The first item that would be lent ends the message, if no more of it is wanted.
                     false if mode & 20 == 20 && encoder.position() != model.at => {
                         stopped = true;
                         model.put(bytes);
@@ -232,7 +232,7 @@ fn encode(mode: u8, input: &mut Input<'_>) {
                 }
             }
             _ => {
-                // What nobody has written is zero, and not another message's.
+                // What nobody has written is zero, and not left over from another message.
                 let end = model.at + length;
                 if let Some(bytes) = stream.inline(length) {
                     let fresh = model.bytes.len().clamp(model.at, end) - model.at;

@@ -1,4 +1,4 @@
-//! Each input of the corpora, once: what was found before is not found again.
+//! Runs each input of the corpora once: defects that were found before must not be found again.
 
 use std::fs;
 use std::path::Path;

@@ -1,25 +1,25 @@
-//! Shared memory between two processes of one host: software iWARP whose stream goes through rings of memory instead of a TCP
-//! connection, which stays as its name, its end, and what wakes who waits.
+//! Shared memory between two processes of one host: software iWARP whose stream goes through rings of memory instead of a
+//! TCP connection. The TCP connection stays: it names the connection, shows its end, and wakes whoever waits.
 //!
 //! # How two ends find each other
-//! The TCP connection is made as ever. A client whose server has an address of this host listens at a Unix socket with a random
-//! abstract name, and writes into the private data of its MPA Request, behind the words of RFC 8797, that name and a
-//! secret. Peers that do not know them pass them over. A server that does connects to the name: it exists in this network
-//! namespace of this host only. It shows the client's secret there, passes the segment of memory that it writes, and says
-//! a secret of its own in the MPA Reply. The client shows that one and passes its segment, over the same Unix
-//! connection, and sends a byte over TCP; the server answers with [`SHARED`], or another byte if it cannot use what it got.
-//! Where any of this fails the connection goes on as software iWARP, at once: nobody waits for a step of it longer than for
+//! The TCP connection is made as usual. A client whose server has an address of this host listens at a Unix socket with a
+//! random abstract name, and writes that name and a secret into the private data of its MPA Request, behind the words of RFC
+//! 8797. Peers that do not know them ignore them. A server that does connects to the name, which exists only in this network
+//! namespace of this host. There the server shows the client's secret and passes the segment of memory that it writes; in
+//! the MPA Reply it sends a secret of its own. The client shows that secret and passes its own segment over the same Unix
+//! connection, and sends a byte over TCP; the server answers with [`SHARED`], or with another byte if it cannot use what it
+//! got. If any of this fails, the connection goes on as software iWARP at once: nobody waits for any step longer than for
 //! the MPA startup.
 //!
 //! # Why that is safe
-//! Who has shown the secrets has read both directions of the TCP connection, so the memory is shared with nobody but its two
-//! ends, whoever they are: the same that would have read and written the bytes. Names are seen by every user of the host
-//! (`/proc/net/unix`), secrets by nobody. Somebody else who connects to a name shows no secret, and is passed over;
-//! who takes a name after its owner is shown the secret of a connection that has ended, and a segment into which nothing is
-//! ever written, for he cannot answer with the server's secret, which went over TCP. What is shown is 128 bits from
-//! getrandom(2), and good for one connection.
+//! Whoever has shown the secrets has read both directions of the TCP connection. So the memory is shared with nobody but its
+//! two ends, whoever they are: the same parties that would otherwise have read and written the bytes. Every user of the host
+//! sees the names (`/proc/net/unix`), and nobody sees the secrets. Anybody else who connects to a name shows no secret, and
+//! is ignored. Anybody who takes a name after its owner has gone is shown the secret of a connection that has ended, and a
+//! segment into which nothing is ever written, since he cannot answer with the server's secret, which went over TCP. A
+//! secret is 128 bits from getrandom(2), and good for one connection.
 //!
-//! What the other end may do with the memory is in `memory::shared`, and what with the numbers in it in `rings`.
+//! `memory::shared` says what the other end may do with the memory, and `rings` what it may do with the numbers in it.
 #![forbid(unsafe_code)]
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -47,7 +47,7 @@ mod rings;
 
 pub use rings::Rings;
 
-/// What the layers above know of it.
+/// What the layers above know about it.
 pub static TRAITS: Traits = Traits {
     name: "local",
     title: "shared memory",
@@ -157,13 +157,13 @@ pub fn missing() -> Error {
 const SECRET: usize = 16;
 type Secret = [u8; SECRET];
 
-/// Begins what is said of it in private data. The last byte is its version.
+/// Begins what private data says about shared memory. The last byte is the version.
 const MARK: &[u8; 8] = b"RPCRloc\x06";
 
-/// What a server answers that has its client's segment.
+/// The answer of a server that has its client's segment.
 pub const SHARED: u8 = 1;
 
-/// Connections to a name that are looked at, at most: others than the peer may connect.
+/// Most connections to a name that are looked at: others than the peer may connect.
 const TRIES: u32 = 16;
 
 fn random() -> io::Result<Secret> {
@@ -207,16 +207,16 @@ impl Asked {
         Ok(Asked { listener, secret })
     }
 
-    /// What has come of it when the MPA Reply is here. `None`: the server does not share memory, or something failed.
+    /// The outcome, once the MPA Reply is here. `None`: the server does not share memory, or something failed.
     pub fn end(self, private_data: &[u8], spins: bool) -> Option<Rings> {
         let answer: Secret = find(private_data)?;
         for _ in 0..TRIES {
-            // Who has connected before it said so in the Reply is here.
+            // A server that connected before it said so in the Reply is already here.
             let Ok(peer) = accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
                 break;
             };
             let Ok(Some(theirs)) = take(&peer, &self.secret) else { continue };
-            // From here on it is the server: what fails now fails for good.
+            // This is the server: what fails from here on fails for good.
             let (own, file) = Own::new().ok()?;
             pass(&peer, &answer, file).ok()?;
             return Some(Rings::new(own, theirs, spins));
@@ -236,17 +236,17 @@ pub struct Offered {
 pub enum Answer {
     /// Nothing yet.
     Nothing,
-    /// It goes on without.
+    /// The client goes on without shared memory.
     Declined,
-    /// What cannot be used: it has to be told.
+    /// Something that cannot be used: the client has to be told.
     Useless,
     /// The rings.
     Accepted(Rings),
 }
 
 impl Offered {
-    /// To a client that has asked for it. What is to be said in the MPA Reply is appended to `reply`. `None`: it has not, or is
-    /// elsewhere, or something failed.
+    /// An offer to a client that has asked for it. What is to be said in the MPA Reply is appended to `reply`. `None`: the
+    /// client has not asked, or is elsewhere, or something failed.
     pub fn new(private_data: &[u8], reply: &mut Vec<u8>) -> Option<Offered> {
         let asked: [u8; 2 * SECRET] = find(private_data)?;
         let (public, theirs) = asked.split_first_chunk::<SECRET>()?;
@@ -278,7 +278,7 @@ impl Offered {
     }
 }
 
-/// Passes a segment, and shows the secret of who is to have it.
+/// Passes a segment, and shows the secret of the end that is to have it.
 fn pass(to: &OwnedFd, secret: &Secret, file: OwnedFd) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -290,12 +290,13 @@ fn pass(to: &OwnedFd, secret: &Secret, file: OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// The segment that was passed, with our secret; `None` where it is not, is none, or cannot be had.
+/// The segment that was passed with our secret. `None` if the secret is not ours, or what was passed is not a segment, or
+/// cannot be mapped.
 ///
 /// # Errors
-/// `EAGAIN` when nothing has come; another one where nothing will.
+/// `EAGAIN` when nothing has come yet; another errno when nothing will.
 fn take(from: &OwnedFd, secret: &Secret) -> io::Result<Option<Theirs>> {
-    // One byte more than is right, and a descriptor more: what is longer is refused.
+    // Room for one byte and one descriptor too many, so that anything longer is refused.
     let mut shown = [0; SECRET + 1];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -304,7 +305,7 @@ fn take(from: &OwnedFd, secret: &Secret) -> io::Result<Option<Theirs>> {
     if got.bytes == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    // Dropped, they are closed.
+    // Dropping them closes them.
     let mut files: Vec<OwnedFd> = control
         .drain()
         .filter_map(|message| match message {

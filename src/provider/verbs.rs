@@ -1,29 +1,30 @@
 //! InfiniBand, RoCE and iWARP adapters, through libibverbs and librdmacm.
 //!
-//! Owns the way from an address to an established connection. `ready` is what a connection does with its device then,
-//! `listener` what a server does, `locked` the memory that devices may keep. `cm` and `queues` own the device's objects and
-//! are the only ones that are unsafe; `library` finds the functions.
+//! This file covers the way from an address to an established connection. `ready` is what a connection then does with its
+//! device, `listener` what a server does, `locked` the memory that devices may keep locked. `cm` and `queues` own the
+//! device's objects; unsafe code is only there and in `library`, which finds the functions.
 //!
-//! **Memory.** A connection has its own protection domain and its own slabs, registered once, for Receives and for
-//! what is sent: no handle names them. What the peer may touch is exactly the bytes that one RPC names: through a memory
-//! window where the device has them, which the peer's Send may invalidate, else by a registration of their own. The
-//! program's memory is registered from 64 KiB on; what is shorter, or cannot be registered, is copied first. Slabs of
-//! all connections together take at most half of RLIMIT_MEMLOCK.
+//! **Memory.** Each connection has its own protection domain and its own slabs, registered once, for Receives and for what
+//! is sent; the peer has no handle for them. The peer may touch exactly the bytes that one RPC names: through a memory
+//! window, which the peer's Send may invalidate, where the device has windows, else through a registration made for those
+//! bytes. The program's memory is registered if it is 64 KiB or longer; anything shorter, or that cannot be registered, is
+//! copied first. The slabs of all connections together take at most half of RLIMIT_MEMLOCK.
 //!
-//! To register memory is slower than a short call. So Reply chunks, and copies that the peer reads, lie in blocks of `Areas`,
-//! which are registered once, and each call gets a window of its own in one. rxe looks at the bounds of the block and not
-//! at those of the window, and a device without windows has but the block's key: a block has one call at a time, and holds
-//! nothing but what this peer has sent, or was to read. Without windows the peer may use a block as long as the connection
-//! lasts, and replies are copied out of it before anybody looks at them.
+//! Registering memory takes longer than a short call. So Reply chunks, and copies that the peer reads, lie in blocks of
+//! `Areas`, which are registered once, and each call gets its own window into one. rxe checks the bounds of the block and
+//! not those of the window, and a device without windows has only the block's key. A block therefore serves one call at a
+//! time, and holds only what this peer has sent or was meant to read. Without windows the peer may use a block for as long
+//! as the connection lasts, so replies are copied out of it before anything looks at them.
 //!
-//! **Sends** go out unsignalled but for every eighth. What lies in slabs is gathered from there, a short message travels
-//! inside its request, all else is copied into a slab, or registered if it is longer than one: the peer may have
-//! longer Receives than we do. Requests that are posted together cost one doorbell.
+//! **Sends** go out unsignalled except for every eighth. What lies in slabs is gathered from there, and a short message is
+//! posted inline. Everything else is copied into a slab, or registered if it is longer than a slab: the peer may have longer
+//! Receives than we do. Requests that are posted together cost one doorbell.
 //!
-//! **Errors.** Any error completion ends the connection: rxe may leave the other end without an event, so none is
-//! waited for. A queue pair is destroyed before its memory is used again.
+//! **Errors.** Any error completion ends the connection, and no event is waited for: with rxe the other end may never get
+//! one. A queue pair is destroyed before its memory is used again.
 //!
-//! **Fork.** Devices belong to the process that opened them: in a forked child every operation fails, and says so.
+//! **Fork.** Devices belong to the process that opened them: in a forked child every operation fails with an error that says
+//! so.
 #![deny(unsafe_code)] // Not forbid: `cm`, `queues` and `library` speak C.
 
 use std::ffi::c_int;
@@ -64,17 +65,17 @@ mod ready;
 #[cfg(test)]
 pub(crate) mod tests;
 
-/// RDMA Reads in either direction that we offer: what software iWARP offers too. (A Linux server refuses a client that
-/// serves none.)
+/// RDMA Reads that we offer in either direction, as software iWARP does too. (A Linux server refuses a client that serves
+/// none.)
 const READS: u8 = 16;
-/// Memory of the program is registered from this length on; what is shorter is copied sooner than pinned.
+/// The program's memory is registered from this length on; copying anything shorter is faster than pinning it.
 const LEND_MIN: usize = 64 << 10;
-/// How long looking for an address and for a route may take, each.
+/// How long address resolution and route resolution may each take.
 const RESOLVE_MS: c_int = 5000;
 
 // ------------------------------------------------------------------------------------------------------- devices
 
-/// What the layers above know of adapters.
+/// What the layers above know about adapters.
 pub static TRAITS: Traits = Traits {
     name: "verbs",
     title: "adapters",
@@ -82,12 +83,12 @@ pub static TRAITS: Traits = Traits {
     one_event: true,
     locked_memory: true,
     own_memory: true,
-    // What is shorter is copied sooner than registered.
+    // Copying anything shorter is faster than registering it.
     place_min: LEND_MIN,
     loopback: false,
 };
 
-/// RDMA adapters: iWARP ones too where nothing else may be used.
+/// RDMA adapters, including iWARP ones only if no other provider may be used.
 pub struct Adapters;
 
 impl Device for Adapters {
@@ -115,7 +116,7 @@ impl Device for Adapters {
         devices().any(|rnic| rnic)
     }
 
-    /// rdma-core, and memory that may be locked.
+    /// Checks for rdma-core and for memory that may be locked.
     #[cfg(feature = "tool")]
     fn ready(&self, options: &Options) -> Result<(), Error> {
         library::get()?;
@@ -167,7 +168,7 @@ impl Device for Adapters {
     }
 }
 
-/// Whether this machine has a device of the kind, without asking rdma-core.
+/// Whether this machine has a device that is not an iWARP one or, with `iwarp`, any device; without asking rdma-core.
 fn present(iwarp: bool) -> bool {
     devices().any(|rnic| iwarp || !rnic)
 }
@@ -189,37 +190,38 @@ fn some_device(iwarp: bool) -> Result<(), Error> {
     Ok(())
 }
 
-/// 0, or one more than the [`fork::generation`] of the process that was the first to use rdma-core.
+/// 0, or one more than the [`fork::generation`] of the process that first used rdma-core.
 static OPENED: AtomicU64 = AtomicU64::new(0);
 
-/// The connection manager is opened by this process, and devices will be.
+/// Notes that this process opens the connection manager, and will open devices.
 fn note_opened() {
     let _ = OPENED.compare_exchange(0, fork::generation() + 1, Relaxed, Relaxed);
 }
 
 /// Whether the devices were opened by a process that this one was forked from.
 ///
-/// rdma-core opens a device once for the process. A child has its descriptors, which the kernel refuses it as those of
-/// somebody else, but not the doorbells: a driver that touches one there crashes.
+/// rdma-core opens a device once per process. A child inherits its descriptors, but the kernel refuses to let it use them,
+/// as they belong to another process. The doorbells are not mapped in the child: a driver that touches one there crashes.
 fn are_inherited() -> bool {
     let opened = OPENED.load(Relaxed);
     opened != 0 && opened != fork::generation() + 1
 }
 
-/// The kernel refuses this process what it has opened itself: see [`are_refused`].
+/// The kernel refuses this process devices that the process itself has opened: see [`are_refused`].
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
-/// Whether this process cannot use the machine's devices any more: they are those of the process that it was forked from,
-/// or it has changed its credentials since it opened one.
+/// Whether this process can no longer use the machine's devices: it was forked from the process that opened them, or it has
+/// changed its credentials since it opened one.
 ///
-/// The kernel lets nobody write to a device, or to the connection manager, but with the very credentials that it was opened
-/// with, and compares where they lie: once they were changed, be it to what they were before, they are others for ever. Every
-/// post is such a write where the driver has no doorbell in mapped memory, and so is all that has to do with connecting.
+/// The kernel allows a write to a device, or to the connection manager, only with the very credentials that it was opened
+/// with, and compares their addresses: once a process has changed its credentials they stay different for ever, even if it
+/// changes them back. Every post is such a write where the driver has no doorbell in mapped memory, and so is everything
+/// that has to do with connecting.
 fn are_refused() -> bool {
     are_inherited() || REFUSED.load(Relaxed)
 }
 
-/// What `EACCES` means from what was opened, if that is the errno.
+/// The error for `EACCES` from something that was opened before; `None` for any other errno.
 fn refused(errno: c_int, what: &str) -> Option<Error> {
     if errno != libc::EACCES {
         return None;
@@ -235,7 +237,7 @@ fn refused(errno: c_int, what: &str) -> Option<Error> {
     Some(Error::new(Kind::ConnectionLost, text))
 }
 
-/// Of each RDMA device, whether it is an iWARP device.
+/// For each RDMA device, whether it is an iWARP device.
 fn devices() -> impl Iterator<Item = bool> {
     let entries = fs::read_dir("/sys/class/infiniband").into_iter().flatten().flatten();
     entries.map(|entry| {
@@ -249,7 +251,7 @@ fn lost(text: &'static str) -> Error {
 
 // ---------------------------------------------------------------------------------------------------- connection
 
-/// A connection on a device, from the first question for its address to its end.
+/// A connection on a device, from the start of address resolution to its end.
 pub struct Verbs {
     generation: u64,
     channel: Arc<Channel>,
@@ -258,9 +260,9 @@ pub struct Verbs {
 }
 
 enum State {
-    /// The active side looks for its device.
+    /// The active side is looking for its device.
     Resolving(Resolving),
-    /// There is a queue pair; whether the peer is there too, it knows.
+    /// There is a queue pair; [`Ready`] knows whether the peer is there too.
     Ready(Box<Ready>),
     Failed(Failed),
 }
@@ -272,7 +274,7 @@ struct Resolving {
     areas: Option<Arc<Areas>>,
 }
 
-/// What is left of a connection: why it ended, and what [`QueuePair`] is asked for even then.
+/// What is left of a connection: why it ended, and the counts that [`QueuePair`] must give even then.
 struct Failed {
     error: Error,
     taken: u64,
@@ -281,7 +283,7 @@ struct Failed {
     pulled: u64,
 }
 
-/// Whether the device that leads to an address is one to use.
+/// Checks whether the device that leads to an address may be used.
 ///
 /// # Errors
 /// `ENODEV`.
@@ -294,13 +296,13 @@ fn suits(id: &Id, only: bool) -> Result<(), Error> {
 }
 
 impl Resolving {
-    /// The device is found: now the way to the peer.
+    /// The device is found: next, the route to the peer.
     fn resolve_route(&self) -> Result<(), Error> {
         suits(&self.id, self.options.only)?;
         self.id.resolve_route(RESOLVE_MS)
     }
 
-    /// The way is found: now the queue pair.
+    /// The route is found: next, the queue pair.
     fn ready(&self, channel: &Arc<Channel>, watch: &Arc<Readables>) -> Result<Ready, Error> {
         let locked =
             Locked::least(&self.options, false).map_err(|shortage| lacks(shortage, &self.options))?;
@@ -314,7 +316,7 @@ impl Resolving {
 }
 
 impl Verbs {
-    /// Active side: starts to connect; the startup is then to be driven to its end. `areas` are for Reply chunks, if the
+    /// Active side: starts to connect; the caller then drives the startup to its end. `areas` are for Reply chunks, if the
     /// device can have them at once.
     ///
     /// # Errors
@@ -326,7 +328,7 @@ impl Verbs {
         Verbs::new(channel, |_, _| Ok(State::Resolving(Resolving { id, options, areas })))
     }
 
-    /// A connection of the [`mock`] device, which this thread has from here on. `None` where its startup has failed.
+    /// A connection of the [`mock`] device, which this thread has from here on. `None` if its startup has failed.
     #[cfg(feature = "fuzz")]
     pub fn mocked(options: Options, prepare: impl FnOnce(&mut mock::Device)) -> Option<Verbs> {
         mock::install();
@@ -367,7 +369,7 @@ impl Verbs {
         Ok(Verbs { generation: fork::generation(), channel, watch, state })
     }
 
-    /// One step of the startup for each event that is there.
+    /// Takes one step of the startup for each event that is there.
     fn start_up(&mut self) -> Result<bool, Error> {
         loop {
             if let State::Ready(ready) = &self.state
@@ -411,7 +413,7 @@ impl Verbs {
         }
     }
 
-    /// The queue pair, if there is one, for what asks nothing of the device.
+    /// The queue pair, if there is one, for uses that ask nothing of the device.
     fn look(&self) -> Option<&Ready> {
         match &self.state {
             State::Ready(ready) => Some(ready),
@@ -419,7 +421,7 @@ impl Verbs {
         }
     }
 
-    /// Does something with the queue pair; an error is its end.
+    /// Does something with the queue pair; an error ends the connection.
     fn with<R>(&mut self, f: impl FnOnce(&mut Ready) -> Result<R, Error>) -> Result<R, Error> {
         f(self.ready()?).map_err(|error| self.fail(error))
     }
@@ -451,8 +453,8 @@ impl Verbs {
         if let Some(areas) = areas {
             areas.end();
         }
-        // What it watches goes without a word to another thread that sleeps there. Without a descriptor that one sleeps
-        // until its own time is over.
+        // The watched descriptors go away without waking another thread that sleeps on them. If this fails for lack of a
+        // descriptor, that thread sleeps until its own timeout.
         if self.generation == fork::generation()
             && let Err(error) = self.watch.end()
         {
@@ -538,7 +540,7 @@ impl QueuePair for Verbs {
         self.ready().map(Ready::spin).is_ok()
     }
 
-    /// Where that ends the connection [`QueuePair::poll`] says why.
+    /// If that ends the connection, [`QueuePair::poll`] says why.
     fn rest(&mut self) -> bool {
         self.ready().is_err() || self.with(Ready::rest).unwrap_or(false)
     }
@@ -555,7 +557,7 @@ impl QueuePair for Verbs {
         self.with(Ready::ask)
     }
 
-    /// Also when the process that made it has ended: nobody else can use what belongs to a device.
+    /// Only the process that made it, even when that one has ended: nobody else can use what belongs to a device.
     fn claim(&mut self) -> bool {
         self.generation == fork::generation()
     }
@@ -570,7 +572,7 @@ impl QueuePair for Verbs {
         self.watch.fd()
     }
 
-    /// What waits, waits for a completion.
+    /// Whatever is queued waits for a completion.
     fn wants_write(&self) -> bool {
         false
     }

@@ -1,4 +1,4 @@
-//! Bad servers, and a C program that finds out: the right `clnt_stat`, a text that says what is wrong, and in time.
+//! Bad servers, and a C program that must notice: with the right `clnt_stat`, a text that says what is wrong, and in time.
 
 use std::net::TcpListener;
 use std::thread;
@@ -39,7 +39,7 @@ pub fn against_with(
         let serving = scope.spawn(|| {
             for number in 0.. {
                 let (stream, _) = listener.accept().expect("a connection");
-                // The last one comes from ourselves.
+                // The last connection is our own.
                 let peer = Peer::new(stream);
                 if peer.is_goodbye() {
                     return;
@@ -57,14 +57,14 @@ pub fn against_with(
 /// What a bad server does on a connection.
 type Part<'a> = &'a (dyn Fn(Peer) + Sync);
 
-/// One case: what the caller does, what the server does instead of its duty, and how the caller's last step ends.
+/// One case: what the caller does, what the server does wrong, and how the caller's last steps end.
 struct Case<'a> {
     what: &'a str,
     /// The milliseconds that a call may take, and the steps.
     arguments: &'a [&'a str],
     serve: Part<'a>,
     statuses: &'a [i32],
-    /// A word of the text.
+    /// A part of the text.
     says: &'a str,
 }
 
@@ -74,7 +74,7 @@ fn check(cases: &[Case]) {
 
 /// The same with settings of the caller.
 fn check_with(settings: &[&str], cases: &[Case]) {
-    // A sample of them also under valgrind, which is slow.
+    // Only a sample of them runs under valgrind too, which is slow.
     let sample = if programs::valgrind() { 5 } else { usize::MAX };
     for (n, case) in cases.iter().enumerate() {
         for valgrind in [false, true] {
@@ -113,7 +113,7 @@ fn call(peer: &mut Peer) -> Call {
     Call { xid: header.xid.0, chunk, sources, places: chunks.to_lists().writes }
 }
 
-/// Until the client has had enough.
+/// Reads until the client ends the connection.
 pub fn until_end(peer: &mut Peer) -> Vec<Frame> {
     peer.rest().0
 }
@@ -122,7 +122,7 @@ fn inline_reply(xid: u32, credits: u32, results: &[u8]) -> Vec<u8> {
     message(xid, credits, Proc::Msg, &Lists::default(), &rpc_reply(xid, results))
 }
 
-/// The header of a reply in the Reply chunk, claiming these lengths.
+/// The header of a reply in the Reply chunk that claims these lengths.
 fn chunk_reply(xid: u32, chunk: &[Segment]) -> Vec<u8> {
     message(xid, 32, Proc::Nomsg, &Lists { reply: Some(Chunk::from(chunk)), ..Lists::default() }, b"")
 }
@@ -205,7 +205,7 @@ fn every_cut_and_every_flip_of_the_reply_makes_a_client_or_an_error() {
             bytes[at] ^= 0xff;
             peer.push(&bytes);
             peer.finish();
-            // An undamaged part may make a client, whose call then finds the end.
+            // The undamaged part may be enough to create a client, whose call then finds the end.
             let _ = peer.rest();
         });
         assert!(outcome.statuses[0] != SUCCESS, "{at}: {}", outcome.text);
@@ -223,7 +223,7 @@ fn silence_instead_of_a_reply_is_a_timeout() {
     assert!(outcome.took < hang(), "{:?}", outcome.took);
 }
 
-/// A server that has too much to do for half a second is not one of tcp for that, where tcp is no way out.
+/// A server that is too busy for half a second is not taken for one of tcp, if falling back to tcp is not allowed.
 #[test]
 fn a_moved_client_without_fallback_waits_for_a_server_that_is_slow_to_begin() {
     let settings = ["NETID=tcp", "RPCRDMA_REDIRECT=tcp", "RPCRDMA_FALLBACK=no", "RPCRDMA_PROVIDER=iwarp"];
@@ -260,7 +260,7 @@ fn private_data_of_any_form_is_understood() {
                 reply.private_data = data.clone();
                 peer.push(&reply.encode());
                 let call = call(&mut peer);
-                // Header, Call and argument: 28, 40, 4 and the bytes; and the Reply chunk that is offered.
+                // Header, Call and argument: 28, 40, 4 and the bytes; and the Reply chunk that is provided.
                 assert_eq!(call.sources.is_empty(), length + 28 + 40 + 24 <= threshold, "{what}: {length}");
                 peer.send(&inline_reply(call.xid, 32, &opaque(&vec![0x5a; length])));
                 until_end(&mut peer);
@@ -282,7 +282,7 @@ fn replies_that_are_none_end_in_the_right_status() {
             until_end(&mut peer);
         }
     };
-    // Only what ends by time has little of it: a slow machine is no error.
+    // Only cases that end by a timeout have a short one: a slow machine must not be an error.
     let waits: &[&str] = &["300", "null"];
     let null: &[&str] = &["20000", "null"];
     let long: &[&str] = &["20000", "source:8000"];
@@ -519,14 +519,14 @@ fn replies_that_are_none_end_in_the_right_status() {
 fn a_connection_survives_what_is_wrong_with_one_call_only() {
     let outcome = against(&["300", "null", "source:8000", "null", "null", "null"], false, |mut peer, _| {
         accept(&mut peer);
-        // Twice the same reply; the second is nobody's.
+        // The same reply twice; no call waits for the second.
         let first = call(&mut peer);
         for _ in 0..2 {
             peer.send(&inline_reply(first.xid, u32::MAX, b""));
         }
         let second = call(&mut peer);
         peer.send(&chunk_reply(second.xid, &[segment(9, 9, 9)]));
-        // The Reply chunk is gone with its call, and so is a Write to it: not sent here. No credits at all.
+        // A Reply chunk is gone with its call, and a Write to it would be refused, so none is sent here. No credits at all.
         for _ in 0..3 {
             let next = call(&mut peer);
             peer.send(&inline_reply(next.xid, 0, b""));
@@ -560,7 +560,7 @@ fn a_late_write_for_a_call_that_timed_out_is_no_error() {
         let first = call(&mut peer);
         peer.send(&inline_reply(first.xid, 32, b""));
         let late = call(&mut peer);
-        // Comes when the one before it has timed out.
+        // This call comes when the one before it has timed out.
         let next = call(&mut peer);
         let reply = rpc_reply(late.xid, &opaque(&[1; 8000]));
         peer.push(&write(late.chunk[0].handle.0, late.chunk[0].offset, &reply));
@@ -576,7 +576,7 @@ fn a_server_that_floods_a_client_does_not_keep_it_beyond_its_time() {
     let outcome = against(&["500", "null"], false, |mut peer, _| {
         accept(&mut peer);
         let stranger = inline_reply(call(&mut peer).xid ^ 1, 32, b"");
-        // As fast as the socket takes them, until the client has had enough.
+        // As fast as the socket takes them, until the client ends the connection.
         let mut msn = 1;
         loop {
             let batch: Vec<u8> = (msn..msn + 1000).flat_map(|msn| send(msn, &stranger)).collect();
@@ -590,7 +590,7 @@ fn a_server_that_floods_a_client_does_not_keep_it_beyond_its_time() {
     assert!(outcome.took < hang() / 4, "{:?}", outcome.took);
 }
 
-/// RFC 8167 §6: no server may do this before the client has said that it is ready.
+/// RFC 8167 §6: no server may call back before the client has said that it is ready.
 #[test]
 fn a_client_that_serves_nothing_answers_calls_back_in_the_midst_of_its_own() {
     let outcome = against(&["2000", "null", "null"], false, |mut peer, _| {
@@ -608,7 +608,7 @@ fn a_client_that_serves_nothing_answers_calls_back_in_the_midst_of_its_own() {
             header::decode(&bytes, Versions::ONE).expect("a header").to_string(),
             "RDMA_ERROR xid 0x00000009 credits 1 ERR_CHUNK"
         );
-        // Not an RPC message; a header that is none; a reply to nobody.
+        // Not an RPC message; an invalid header; a reply to nobody.
         peer.send(&message(first.xid, 32, Proc::Msg, &Lists::default(), b"abc"));
         peer.send(&message(10, 32, Proc::Msg, &Lists::default(), b"")[..20]);
         peer.send(&inline_reply(11, 32, b""));
@@ -694,7 +694,7 @@ fn unused(chunk: &[Segment]) -> Chunk {
 #[test]
 fn results_in_write_chunks_that_do_not_fit_together_end_in_the_right_status() {
     let bindings = programs::bindings("clients", BINDINGS);
-    // What a server does with a SOURCE of 8000 bytes whose Write chunk is the Segment, the status, and a word of it.
+    // What a server does with a SOURCE of 8000 bytes whose Write chunk is the Segment, the status, and a part of the text.
     type Reply<'a> = &'a (dyn Fn(&mut Peer, Call, Segment) + Sync);
     let returned = |change: &'static (dyn Fn(Segment) -> Vec<Chunk> + Sync), length: u32| {
         move |peer: &mut Peer, call: Call, place| {
@@ -882,7 +882,7 @@ fn nothing_that_comes_late_changes_a_buffer_of_the_program() {
         let late = call(&mut peer);
         let into = place(&late);
         assert_eq!(into.length, 100_000);
-        // The time of the call ends in the middle of an FPDU.
+        // The call times out in the middle of an FPDU.
         let begun = write(into.handle.0, into.offset, &[7; 60_000]);
         peer.push(&begun[..20_000]);
         let next = call(&mut peer);
@@ -893,7 +893,7 @@ fn nothing_that_comes_late_changes_a_buffer_of_the_program() {
         peer.push(&write(into.handle.0, into.offset, &[9; 60_000]));
         peer.send(&placed_reply(late.xid, late.places, &words(&[100_000])));
         peer.send(&inline_reply(next.xid, 32, b""));
-        // In time; the caller wants it in its own buffer.
+        // This one comes in time; the caller wants it in its own buffer.
         let last = call(&mut peer);
         let into = place(&last);
         for half in [0, 50_000] {
@@ -922,7 +922,7 @@ fn arguments_that_are_read_late_are_those_of_the_call() {
             let [source] = late.sources[..] else { panic!("{:?}", late.sources) };
             let (source_stag, source_to) = (source.handle.0, source.offset);
             let request = ReadRequest { sink_stag: 1, sink_to: 0, size: LENGTH, source_stag, source_to };
-            // More than the socket holds: the rest waits at the client, whose call ends meanwhile.
+            // More than the socket takes: the rest waits at the client, whose call ends meanwhile.
             if in_time {
                 peer.push(&read_request(1, request));
             }

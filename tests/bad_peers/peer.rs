@@ -1,4 +1,4 @@
-//! A peer made by hand: frames with the crate's codecs, a plain TcpStream, and a deadline on every wait.
+//! A handmade peer: frames with the crate's codecs, a plain TcpStream, and a deadline on every wait.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -12,16 +12,17 @@ use rpcrdma::wire::lists::{Chunk, Lists};
 use rpcrdma::wire::private_data::PrivateData;
 use rpcrdma::wire::{Credits, Handle, Position, ReadSegment, Segment, Xid, v1};
 
-/// Longer than anything here takes that works at all; a wait that reaches it is a hang.
+/// Longer than anything that works takes here; a wait that reaches it is a hang.
 pub fn hang() -> Duration {
     patient(Duration::from_secs(20))
 }
 
-/// A limit on what the tests' own processes take of the clock, longer where the machine is busy with other things. Every
-/// such limit goes through here; the library's own times do not.
+/// A limit on the time that the tests' own processes take, extended where the machine is busy with other things. Every such
+/// limit goes through here; the library's own times do not.
 ///
-/// `TEST_PATIENCE` is the factor, or else what waits for a processor now or did in the last minute. The tests themselves
-/// do not count, up to three processes a processor: where the machine is theirs the limits are as they are written.
+/// The factor is `TEST_PATIENCE`, or else comes from how many processes compete for a processor now or did in the last
+/// minute. The tests themselves do not count, up to three processes a processor: on a machine of their own the limits are as
+/// written.
 pub fn patient(limit: Duration) -> Duration {
     limit.mul_f64(patience())
 }
@@ -89,7 +90,7 @@ pub fn fpdu(header: Header, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Puts the right CRC at the end, whatever the bytes before it say.
+/// Puts the right CRC at the end, whatever the bytes before it are.
 pub fn seal(fpdu: &mut [u8]) {
     if let Some(at) = fpdu.len().checked_sub(4) {
         let crc = crc32c::crc32c(&fpdu[..at]);
@@ -127,7 +128,7 @@ pub fn answer(request: &ReadRequest, bytes: &[u8], cut: bool) -> Vec<u8> {
     bytes.chunks(60_000).enumerate().flat_map(piece).collect()
 }
 
-/// A Terminate that tells this fault.
+/// A Terminate that reports this fault.
 pub fn terminate(fault: Fault) -> Vec<u8> {
     let mut bytes = [0; MAX_TERMINATE];
     let length = fault.encode_terminate(None, &mut bytes);
@@ -171,7 +172,7 @@ pub fn message(xid: u32, credits: u32, proc: Proc, lists: &Lists, payload: &[u8]
     bytes
 }
 
-/// A Call that goes inline.
+/// A Call that is sent inline.
 pub fn inline_call(xid: u32, procedure: u32, arguments: &[u8]) -> Vec<u8> {
     message(xid, 32, Proc::Msg, &Lists::default(), &rpc_call(xid, procedure, arguments))
 }
@@ -238,10 +239,10 @@ pub enum End {
 pub struct Peer {
     stream: TcpStream,
     buffer: Vec<u8>,
-    /// Sends of ours, and of the other side.
+    /// How many Sends we, and the other side, have made.
     sent: u32,
     heard: u32,
-    /// In which `null` calls.
+    /// The version in which `null` calls.
     pub version: u32,
 }
 
@@ -272,7 +273,7 @@ impl Peer {
         peer
     }
 
-    /// Whether the other side closes the connection, or says something, within this time.
+    /// Whether the other side closes the connection, or sends something, within this time.
     pub fn stirs_within(&mut self, time: Duration) -> bool {
         self.stream.set_read_timeout(Some(time)).expect("SO_RCVTIMEO");
         let stirs = !matches!(self.stream.peek(&mut [0]), Err(e) if e.kind() == ErrorKind::WouldBlock);
@@ -280,7 +281,7 @@ impl Peer {
         stirs
     }
 
-    /// Writes; that the other side has closed the connection is no error here, and `frame` shows it.
+    /// Writes. It is no error here if the other side has closed the connection: `frame` shows that.
     pub fn push(&mut self, bytes: &[u8]) {
         self.push_if_open(bytes);
     }
@@ -305,7 +306,7 @@ impl Peer {
         self.sent
     }
 
-    /// Tells a server of this process that no more connections come.
+    /// Tells a server in this process that no more connections will come.
     pub fn goodbye(mut self) {
         self.push(b"bye");
     }
@@ -316,9 +317,9 @@ impl Peer {
         matches!(self.stream.peek(&mut first), Ok(1)) && first == *b"b"
     }
 
-    /// No more bytes of ours will come.
+    /// Closes our half: no more bytes of ours will come.
     pub fn finish(&mut self) {
-        // An error tells that the connection is gone, which `frame` shows too.
+        // An error means that the connection is gone, which `frame` shows too.
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
@@ -327,7 +328,7 @@ impl Peer {
         self.set_option(libc::SOL_SOCKET, libc::SO_LINGER, libc::linger { l_onoff: 1, l_linger: 0 });
     }
 
-    /// Writes, and ends the connection with the same segment.
+    /// Writes, and ends the connection with the same TCP segment.
     pub fn last(mut self, bytes: &[u8]) {
         self.set_option(libc::IPPROTO_TCP, libc::TCP_CORK, 1i32);
         self.push(bytes);
@@ -358,7 +359,7 @@ impl Peer {
                 Err(e) if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) => {
                     return Err(End::Reset);
                 }
-                // A read with a timeout is not taken up again when the process has been stopped for a moment.
+                // A read with a timeout is not restarted when the process has been stopped for a moment.
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => panic!("no answer within {:?}: {e}", hang()),
             }
@@ -409,7 +410,7 @@ impl Peer {
         }
     }
 
-    /// Everything that the other side still says, up to the end of the connection.
+    /// Everything that the other side still sends, up to the end of the connection.
     pub fn rest(&mut self) -> (Vec<Frame>, End) {
         let mut frames = Vec::new();
         loop {
@@ -463,10 +464,10 @@ impl Peer {
         }
     }
 
-    /// Takes at most so many bytes of those that have come, whatever they are.
+    /// Takes at most `most` of the bytes that have come, whatever they are.
     pub fn sip(&mut self, most: usize) {
         self.stream.set_nonblocking(true).expect("O_NONBLOCK");
-        // That the connection has ended, or nothing has come, is all the same.
+        // It does not matter if the connection has ended or nothing has come.
         let _ = self.stream.read(&mut vec![0; most]);
         self.stream.set_nonblocking(false).expect("O_NONBLOCK");
     }

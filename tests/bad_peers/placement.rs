@@ -1,5 +1,5 @@
-//! Bad clients of a server that knows which data may be placed directly: chunks for what is not eligible, of wrong
-//! lengths, at wrong places, memory that changes while it is read, and results that are read late or never.
+//! Bad clients of a server that knows which data may be placed directly: chunks for data that is not eligible, of wrong
+//! lengths, or at wrong places; memory that changes while it is read; and results that are read late or never.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ const BINDINGS: &str = "\
     0x20005355 2 4 arguments=count results=data\n\
     0x20005355 2 22 arguments=int results=data<1M>\n";
 
-/// Where the only argument of ECHO and SINK begins: behind ten words of the Call and its length.
+/// Where the only argument of ECHO and SINK begins: after ten words of the Call and the argument's length.
 const DATA: u32 = 44;
 
 fn start(settings: &[&str]) -> Server {
@@ -36,7 +36,7 @@ fn read(position: u32, length: u32) -> ReadSegment {
     part(position, position, length)
 }
 
-/// A Call of which Read chunks hold a part; the rest of its arguments is inline.
+/// A Call with a part of its arguments in Read chunks; the rest is inline.
 fn reduced(xid: u32, procedure: u32, rest: &[u32], reads: Vec<ReadSegment>, writes: Vec<Chunk>) -> Vec<u8> {
     let lists = Lists { reads, writes, reply: None };
     message(xid, 32, Proc::Msg, &lists, &rpc_call(xid, procedure, &words(rest)))
@@ -114,8 +114,8 @@ fn a_chunk_must_be_exactly_one_eligible_item() {
     let mut server = start(&[]);
     let mut peer = Peer::open(server.port);
     let (accepted, garbage, refused) = (Some(0), Some(4), None);
-    // rule 60: what is taken out of the stream must be eligible, and all of it. A stream that ends inside of the item
-    // is the program's to refuse.
+    // rule 60: what is taken out of the stream must be eligible, and be the whole item. A stream that ends inside the item
+    // is for the program to refuse.
     for (what, procedure, rest, chunks, end) in [
         ("the item", SINK, &[97][..], vec![read(DATA, 97)], accepted),
         ("the item with its pad", SINK, &[97], vec![read(DATA, 100)], accepted),
@@ -133,7 +133,7 @@ fn a_chunk_must_be_exactly_one_eligible_item() {
         ("an argument that is not eligible", SOURCE, &[0], vec![read(DATA - 4, 4)], refused),
         ("the credential", SINK, &[0], vec![read(24, 8)], refused),
     ] {
-        // The Call as it was before it was taken apart, and something behind it.
+        // The Call as it was before it was taken apart, with something after it.
         let whole = [rpc_call(22, procedure, &words(rest)[..4]), vec![0x55; 1000]].concat();
         let mut read = 0;
         let frames = converse(
@@ -200,12 +200,12 @@ fn memory_that_changes_is_read_once_and_used_as_it_came() {
         (vec![[place].into()], &rpc_reply(23, &words(&[LENGTH]))[..])
     );
 
-    // The length, the item and the Call around it are read before any of them is looked at.
+    // The length, the item and the Call around it are all read before any of them is looked at.
     let whole = rpc_call(24, ECHO, &opaque(&[1; 100]));
     let call = long_call(24, &[segment(7, 44, 0), segment(7, 4, 40), segment(7, 96, 48)]);
     let frames = converse(&mut server, &mut peer, &call, |request| {
         let at = request.source_to as usize;
-        // What was the length is by now the start of the item.
+        // What was the length is now the start of the item.
         if at == 40 { vec![9; 4] } else { whole[at..][..request.size as usize].to_vec() }
     });
     let item = [&[9; 4][..], &[1; 96]].concat();
@@ -214,7 +214,7 @@ fn memory_that_changes_is_read_once_and_used_as_it_came() {
     server.end();
 }
 
-/// What a SOURCE into Write chunks may end in.
+/// How a SOURCE into Write chunks may end.
 enum Then {
     Refused,
     /// Bytes in the segments of the Write chunk, and whether the data is in the message.
@@ -272,7 +272,7 @@ fn write_chunks_of_every_form_get_their_result_or_the_call_is_refused() {
             if inline { 28 + length.next_multiple_of(4) as usize } else { 28 },
             "{what}"
         );
-        // Neither the pad nor anything else is written beside.
+        // Neither the pad nor anything else is written besides.
         let written: Vec<(u32, u64, u32)> = frames[..frames.len() - 1]
             .iter()
             .map(|frame| match frame {
@@ -322,7 +322,7 @@ fn a_client_that_reads_late_gets_the_result_as_it_was() {
         server.settle();
         waits.push(start.elapsed());
     }
-    // A reply that begins to wait is waited for, 20 ms; by then nothing of the program's may be in use.
+    // The server waits 20 ms for a reply that is stuck; after that nothing of the program's may be in use.
     let long = waits.iter().filter(|wait| **wait > patient(Duration::from_millis(15))).count();
     let longest = waits.into_iter().max().unwrap_or_default();
     println!("a slow client: of {RESULTS} calls of the good client {long} wait, {longest:?} at most");
@@ -349,8 +349,8 @@ fn a_client_that_reads_late_gets_the_result_as_it_was() {
         assert_eq!(came[n as usize], LENGTH as usize, "result {n}");
     }
 
-    // One that never reads gets no more of its requests served than a little beyond what the sockets hold; and when it goes
-    // on after its credits are used up, it is cut off.
+    // A client that never reads gets hardly more of its requests served than the sockets hold; and if it goes on after its
+    // credits are used up, it is cut off.
     let results = |log: &str| log.lines().filter(|l| l.contains(": reply ") && l.contains(": 10486")).count();
     assert_eq!(results(&server.log()), RESULTS as usize);
     let (mut n, mut made) = (RESULTS, 0);

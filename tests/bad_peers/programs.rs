@@ -14,14 +14,14 @@ use std::time::{Duration, Instant};
 
 use crate::peer::{Peer, hang, patient, request};
 
-/// More than pools and the allocator keep after the worst of the peers here, in kB.
+/// More than pools and the allocator retain after the worst of the peers here, in kB.
 const KEPT: usize = 48 << 10;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The library, which must be there and be what the sources say.
+/// The library, which must exist and be up to date with the sources.
 fn library() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| {
@@ -48,7 +48,7 @@ fn library() -> &'static Path {
     })
 }
 
-/// A program of c-tests, built when it is first asked for.
+/// A program of c-tests, which is built when it is first asked for.
 fn program(name: &str) -> PathBuf {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     let out = BUILT.get_or_init(|| {
@@ -66,14 +66,14 @@ fn program(name: &str) -> PathBuf {
     out.join(name)
 }
 
-/// The setting that gives a program these bindings.
+/// The setting that gives these bindings to a program.
 pub fn bindings(name: &str, text: &str) -> String {
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}.conf", std::process::id()));
     fs::write(&file, text).expect("the folder of the tests can be written");
     format!("RPCRDMA_BINDINGS={}", file.display())
 }
 
-/// Fails now if a program or the library is missing.
+/// Fails at once if a program or the library is missing.
 pub fn prepare() {
     program("caller");
     library();
@@ -86,7 +86,7 @@ fn text(bytes: &[u8]) -> String {
 /// A command that does not outlive the thread that starts it, with the library preloaded.
 fn command(memory: &str, words: &[&str], program: &Path) -> Command {
     let mut command = Command::new("setpriv");
-    // A damaged call may ask a program for gigabytes: that is refused here, not by a machine out of memory.
+    // A damaged call may ask a program for gigabytes: the limit refuses that before the machine runs out of memory.
     command.args(["--pdeathsig", "KILL", "prlimit", memory, "env"]);
     command.arg(format!("LD_PRELOAD={}", library().display()));
     for (name, _) in std::env::vars_os() {
@@ -98,7 +98,7 @@ fn command(memory: &str, words: &[&str], program: &Path) -> Command {
     command
 }
 
-/// Ends a process that is still there after [`hang`] times `hangs`, unless the returned sender is dropped before.
+/// Ends a process that is still running after [`hang`] times `hangs`, unless the returned sender is dropped before that.
 fn watchdog(pid: u32, hangs: u32) -> mpsc::Sender<()> {
     let (alive, end) = mpsc::channel::<()>();
     thread::spawn(move || {
@@ -117,14 +117,14 @@ fn signal(pid: u32, signal: i32) {
 
 // ------------------------------------------------------------------------------------------------------- server
 
-/// A single-threaded server in svc_run, moved from tcp, and a good client of it that never goes away.
+/// A single-threaded server in svc_run, moved from tcp, and a good client of it, which stays to the end.
 pub struct Server {
     child: Child,
-    /// Read for the first line only. A call may be damaged into one that writes here, or waits for the standard
+    /// Read only for the first line. A call may be damaged into one that writes here, or waits for the standard
     /// input, which has ended.
     _stdout: BufReader<ChildStdout>,
     pub port: u16,
-    /// In which its clients call: Version One, unless it speaks Version Two only.
+    /// The version in which its clients call: One, unless it speaks Version Two only.
     pub version: u32,
     pub good: Peer,
     log: PathBuf,
@@ -135,7 +135,7 @@ pub struct Server {
 struct Vitals {
     descriptors: usize,
     threads: usize,
-    /// Resident memory, kB: now, and at most so far.
+    /// Resident memory in kB: now, and the maximum so far.
     resident: usize,
     peak: usize,
 }
@@ -156,7 +156,7 @@ impl Server {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let name = format!("server-{}-{}.log", std::process::id(), NEXT.fetch_add(1, Relaxed));
         let log = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-        // Without polling: a server that spins answers the good client several times in one round, see `settle`.
+        // Without polling: a server that polls answers the good client several times in one round, see `settle`.
         let mut words = vec!["RPCRDMA_REDIRECT=tcp", "RPCRDMA_LOG=info", "RPCRDMA_POLL=0"];
         words.extend_from_slice(settings);
         let mut child = command("--as=536870912", &words, &program("server"))
@@ -180,7 +180,7 @@ impl Server {
         good.version = version;
         let normal = Vitals { descriptors: 0, threads: 0, resident: 0, peak: 0 };
         let mut server = Server { child, _stdout: stdout, port, version, good, log, normal };
-        // What is made once and stays: the set that wakes the loop for a startup under way.
+        // Causes what is made once and stays to be made: the set that wakes the loop for a startup under way.
         let mut half = Peer::connect(port);
         half.push(&request()[..5]);
         // Accepted, looked at, taken over.
@@ -204,11 +204,11 @@ impl Server {
         peer
     }
 
-    /// When this returns the server has seen all that was sent to it before, and has answered it; and the good client
-    /// was served meanwhile.
+    /// When this returns, the server has seen and answered everything that was sent to it before, and the good client was
+    /// served meanwhile.
     ///
     /// The first call may be answered in a round of the server's loop that began before. The second is answered in
-    /// a later round, and the third after that one has ended.
+    /// a later round, and the third after that round has ended.
     pub fn settle(&mut self) {
         for _ in 0..3 {
             self.good.null();
@@ -237,7 +237,8 @@ impl Server {
         Vitals { descriptors, threads: number("Threads:"), resident, peak }
     }
 
-    /// All other clients are gone: the server must be as it was at its start, serve a new client, and end when told.
+    /// To be called when all other clients are gone: the server must be as it was at its start, serve a new client, and end
+    /// when told to.
     pub fn end(mut self) {
         let start = Instant::now();
         while self.vitals().descriptors > self.normal.descriptors {
@@ -280,14 +281,14 @@ impl Drop for Server {
 pub struct Outcome {
     /// `enum clnt_stat` of the creation (negative) or of each call.
     pub statuses: Vec<i32>,
-    /// What clnt_sperror and clnt_spcreateerror say, a line each.
+    /// The texts of clnt_sperror and clnt_spcreateerror, a line each.
     pub text: String,
     pub took: Duration,
 }
 
 /// Starts a caller of the server at `port` with these settings: see c-tests/caller.c. The first argument, the milliseconds
-/// that a call may take, is a patient one, but for `=1000`, where it stands beside a time of the library's own.
-/// `valgrind`: under valgrind.
+/// that a call may take, is extended by [`patient`], except when written as `=1000`, for use beside a time of the library's
+/// own. `valgrind`: under valgrind.
 pub fn start_caller(port: u16, settings: &[&str], arguments: &[&str], valgrind: bool) -> Caller {
     let mut words = settings.to_vec();
     if valgrind {
@@ -314,7 +315,7 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// Waits for its end.
+    /// Waits until it ends.
     pub fn end(self) -> Ended {
         let alive = watchdog(self.child.id(), 2);
         let output = self.child.wait_with_output().expect("a child");
@@ -329,12 +330,12 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// What it said, if its end was an orderly one.
+    /// What the caller said, if it ended in an orderly way.
     pub fn outcome(self) -> Outcome {
         let Output { status, stdout, stderr } = self.output;
         let (stdout, stderr) = (text(&stdout), text(&stderr));
         assert!(status.success(), "{status}\n{stdout}{stderr}");
-        // libtirpc itself speaks when a length in a reply is more than it can allocate.
+        // libtirpc itself prints a message when a length in a reply is more than it can allocate.
         let unexpected = stderr.lines().find(|line| !line.ends_with("out of memory"));
         assert_eq!(unexpected, None, "the library or valgrind speaks");
         let number =

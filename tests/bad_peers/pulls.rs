@@ -1,5 +1,5 @@
 //! Bad clients that offer long calls and do not let them be read, until all memory that one peer may take for such calls is
-//! held: who else has a long call is served all the same, after a while; who has a short one, pulled or not, at once.
+//! held. Others with a long call are served all the same, after a while; others with a short one, pulled or not, at once.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -10,12 +10,12 @@ use crate::peer::*;
 use crate::programs::Server;
 
 const CALL: u32 = 2 << 20;
-/// Of 8 MiB one peer gets 3 for calls of more than 1 MiB, and so many connections take them: each is asked for 1 MiB. One
+/// Of 8 MiB one peer gets 3 for calls of more than 1 MiB, and `CROWD` connections take them: each is asked for 1 MiB. One
 /// more may go on beyond that.
 const SETTINGS: &[&str] = &["RPCRDMA_CRC=no", "RPCRDMA_MAX_CALL=2M", "RPCRDMA_MAX_PULLED=8M"];
 const CROWD: usize = 4;
 
-/// After so long a connection gives way that has not got on with its Reads; and what a round of the server may take.
+/// After this long a connection whose Reads have made no progress gives way; and how long a round of the server may take.
 const STALL: Duration = Duration::from_secs(5);
 const ROUND: Duration = Duration::from_secs(1);
 
@@ -40,7 +40,7 @@ pub const MANNERS: &[Manner] =
 pub struct Bad {
     peer: Peer,
     manner: Manner,
-    /// It has been asked for bytes of them.
+    /// It has been asked for bytes of its calls.
     asked: bool,
     frames: Vec<Frame>,
     /// What is left of the Read Response of a client that trickles.
@@ -61,7 +61,7 @@ impl Bad {
         Bad { peer, manner, asked: false, frames: Vec::new(), rest: VecDeque::new(), ended: false }
     }
 
-    /// Goes on with what it does.
+    /// Takes its next step.
     pub fn step(&mut self) {
         if self.ended {
             return;
@@ -96,7 +96,7 @@ impl Bad {
     }
 }
 
-/// The time that a call of the good client takes: in the middle and at most.
+/// The time that a call of the good client takes: median and maximum.
 fn delays(server: &mut Server, bad: &mut [Bad], span: Duration) -> (Duration, Duration) {
     let begin = Instant::now();
     let mut delays = Vec::new();
@@ -114,8 +114,8 @@ fn delays(server: &mut Server, bad: &mut [Bad], span: Duration) -> (Duration, Du
     (delays[delays.len() / 2], delays[delays.len() - 1])
 }
 
-/// Makes a call of so many bytes that are pulled, while the good client and the bad ones go on: how long it took, and the
-/// longest delay of the good client.
+/// Makes a call whose `bytes` bytes are pulled, while the good client and the bad ones go on. Returns how long it took, and
+/// the longest delay of the good client.
 fn long_call_takes(server: &mut Server, bad: &mut [Bad], bytes: usize) -> (Duration, Duration) {
     let memory = rpc_call(9, SINK, &opaque(&vec![3; bytes]));
     let mut peer = Peer::open_with(server.port, false);
@@ -145,7 +145,7 @@ fn long_call_takes(server: &mut Server, bad: &mut [Bad], bytes: usize) -> (Durat
     }
 }
 
-/// So many bad clients of each of these manners, and a long call beside them.
+/// Runs `each` bad clients of each of these manners, and a long call beside them.
 fn attack(manners: &[Manner], each: usize) -> Duration {
     let mut server = Server::start(SETTINGS);
     let (calm, _) = delays(&mut server, &mut [], ROUND / 2);
@@ -185,7 +185,7 @@ fn clients_that_do_not_answer_reads_hold_up_a_long_call_for_a_while_only() {
     }
 }
 
-/// Those that have sent a part are not slow while they wait for memory themselves; each gets its turn.
+/// Clients that have sent a part are not counted as slow while they wait for memory themselves; each gets its turn.
 #[test]
 fn a_crowd_of_such_clients_gives_way_two_by_two() {
     const PAIRS: u32 = 3;
@@ -193,7 +193,7 @@ fn a_crowd_of_such_clients_gives_way_two_by_two() {
     assert!(took < STALL * PAIRS + patient(ROUND), "{took:?}");
 }
 
-/// What is announced costs nothing: a crowd that does not fill what one peer may take holds up nobody.
+/// Announcing calls costs nothing: a crowd that does not use up what one peer may take holds up nobody.
 #[test]
 fn slow_clients_do_not_hold_the_memory_of_calls_that_they_only_announce() {
     let mut server = Server::start(&["RPCRDMA_CRC=no", "RPCRDMA_MAX_CALL=64M", "RPCRDMA_MAX_PULLED=64M"]);

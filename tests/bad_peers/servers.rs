@@ -1,4 +1,4 @@
-//! Bad clients, and a server that goes on serving.
+//! Bad clients, and a server that must go on serving.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
@@ -28,9 +28,9 @@ pub fn flips() -> Vec<u8> {
 /// One thing wrong with a frame.
 #[derive(Clone, Copy, Debug)]
 pub enum Damage {
-    /// Cut after so many bytes; then FIN.
+    /// Cut after this many bytes; then FIN.
     Cut(usize),
-    /// Cut after so many bytes; then RST.
+    /// Cut after this many bytes; then RST.
     CutReset(usize),
     /// A byte XORed, under the CRC that the right frame had.
     Stale(usize, u8),
@@ -53,7 +53,7 @@ impl Damage {
 
     /// Every damage to a frame of `length` bytes.
     fn all(length: usize, seal: bool) -> Vec<Damage> {
-        // Of a long frame, what differs in kind: headers, pad and CRC, and some of the payload.
+        // In a long frame, only places that differ in kind: headers, pad and CRC, and some of the payload.
         let near = |at: &usize| length < 256 || *at < 80 || *at + 16 > length || at / 499 * 499 == *at;
         let places: Vec<usize> = (0..length).filter(near).collect();
         let mut all: Vec<Damage> =
@@ -118,7 +118,7 @@ fn bytes_behind_the_request_are_refused() {
     server.end();
 }
 
-/// The one case that waits for a timeout: ten seconds for the MPA Request.
+/// The only case that waits for a timeout: ten seconds for the MPA Request.
 #[test]
 fn silent_peers_keep_nobody_waiting_and_only_half_a_request_times_out() {
     let mut server = Server::start(CRC);
@@ -150,7 +150,7 @@ fn silent_peers_keep_nobody_waiting_and_only_half_a_request_times_out() {
     server.end();
 }
 
-/// Where nothing but MPA is spoken, as long.
+/// The same time applies where only MPA is spoken.
 #[test]
 fn peers_that_never_say_a_word_are_dropped_on_netid_rdma() {
     let mut server = Server::start_on("rdma", CRC);
@@ -220,13 +220,13 @@ fn two_hundred_half_open_connections_do_not_keep_a_good_client_waiting() {
 pub struct Case<'a> {
     pub crc: bool,
     pub call: Vec<u8>,
-    /// What the client's Read chunk holds.
+    /// The contents of the client's Read chunk.
     pub memory: &'a [u8],
     /// Which frame is damaged: 0 the Call, 1 the first Read Response.
     pub damaged: usize,
 }
 
-/// The memory that a Call offers: Read segments, and segments to be written.
+/// The memory that a Call exposes: Read segments, and segments to be written.
 fn offered(frame: &[u8]) -> (Vec<Segment>, Vec<Segment>) {
     let offered = || {
         let (header, length) = Header::decode(frame.first_chunk::<ENOUGH>()?).ok()?;
@@ -250,7 +250,8 @@ fn within(segments: &[Segment], stag: u32, to: u64, length: usize) -> bool {
     })
 }
 
-/// Has the conversation: all that the server said, which is always well-formed and touches only what was offered.
+/// Holds the conversation. Returns everything that the server said, which must be well-formed and touch only what was
+/// offered.
 pub fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec<Frame> {
     let mut peer = Peer::open_with(server.port, case.crc);
     let damaged = |frame: Vec<u8>, number: usize| match damage {
@@ -264,7 +265,7 @@ pub fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec
     let mut ended = false;
     let mut responses = 1;
     loop {
-        // The end of our half makes the server's last word the last.
+        // Closing our half of the connection makes the server's last word the last.
         let cut = matches!(damage, Some(Damage::Cut(_) | Damage::CutReset(_))) && responses > case.damaged;
         server.settle();
         if cut {
@@ -275,7 +276,7 @@ pub fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec
         let mut answered = false;
         for frame in &heard[before..] {
             let Frame::ReadRequest(read) = frame else { continue };
-            // Outside of our memory nothing can be read, whatever a damaged Call may have offered.
+            // Nothing outside of our memory can be read, whatever a damaged Call may have offered.
             let end = read.source_to.saturating_add(u64::from(read.size));
             let Some(bytes) = (end <= case.memory.len() as u64)
                 .then(|| &case.memory[read.source_to as usize..][..read.size as usize])
@@ -322,11 +323,11 @@ pub fn converse(server: &mut Server, case: &Case, damage: Option<Damage>) -> Vec
     heard
 }
 
-/// Whether a frame holds a Call of a procedure by which the server's program harms itself or its other clients: that it does is
-/// no defect.
+/// Whether a frame is a Call of a procedure by which the server's program harms itself or its other clients, which is no
+/// defect.
 pub fn asks_for_harm(frame: &[u8]) -> bool {
-    /// It ends; it uses a transport later that may be gone by then (three); it works for as long as it is told to; it ends if
-    /// its reply does not fit.
+    /// The server ends; it uses a transport later that may be gone by then (three procedures); it works for as long as it is
+    /// told to; it ends if its reply does not fit.
     const REPLY_AND_EXIT: u32 = 10;
     const DEFER: u32 = 23;
     const RELEASE: u32 = 24;
@@ -339,7 +340,7 @@ pub fn asks_for_harm(frame: &[u8]) -> bool {
     })
 }
 
-/// The conversation without damage, then with every damage to the frame.
+/// Holds the conversation without damage, then with every damage to the frame.
 fn every_damage(case: &Case) {
     let settings = if case.crc { CRC } else { NO_CRC };
     let mut server = Server::start(settings);
@@ -350,7 +351,7 @@ fn every_damage(case: &Case) {
         _ => read_response(0, 0, case.memory, true),
     };
     for (n, damage) in Damage::all(whole.len(), case.crc).into_iter().enumerate() {
-        // A server per five thousand: TCP's ports are not endless.
+        // A new server after every five thousand: the number of TCP ports is limited.
         if n % 5000 == 4999 {
             server.end();
             server = Server::start(settings);
@@ -369,7 +370,7 @@ fn every_damage(case: &Case) {
     server.end();
 }
 
-/// With CRCs, and without, where the layers above see every damage.
+/// With CRCs, and without, when the layers above see all damage.
 fn in_both_modes(call: Vec<u8>, memory: &[u8], damaged: usize) {
     for crc in [true, false] {
         every_damage(&Case { crc, call: call.clone(), memory, damaged });
@@ -407,7 +408,7 @@ fn any_damage_to_a_call_with_a_reply_chunk_hurts_its_own_connection_only() {
 
 // ------------------------------------------------------------------------------------------------------- headers
 
-/// What the server says to one message; the connection lives on.
+/// What the server answers to one message; the connection lives on.
 pub fn answers(server: &mut Server, message: &[u8]) -> Vec<Vec<u8>> {
     let mut peer = server.open();
     peer.send(message);
@@ -530,7 +531,7 @@ fn messages_that_are_to_be_discarded_are_and_a_flood_of_them_holds_up_nobody() {
     for discarded in [&error[..], &done, &words(&[17, 1, 1, 4, 9]), &words(&[17, 1]), b"", b"x"] {
         assert_eq!(answers(&mut server, discarded), Vec::<Vec<u8>>::new(), "{discarded:02x?}");
     }
-    // Sends of nothing, as fast as the socket takes them, for as long as the good client makes its calls.
+    // Empty Sends, as fast as the socket takes them, for as long as the good client makes its calls.
     let port = server.port;
     let empty = send(0, b"");
     let flood: Vec<u8> = (1..=3_000_000u32)
@@ -553,14 +554,14 @@ fn messages_that_are_to_be_discarded_are_and_a_flood_of_them_holds_up_nobody() {
 
 // ------------------------------------------------------------------------------------------------------- RDMA
 
-/// A connection over which a call has gone: before the first one a server may not even send a Terminate.
+/// A connection that has already carried a call: before the first one a server may not even send a Terminate.
 pub fn used(server: &Server) -> Peer {
     let mut peer = Peer::open(server.port);
     peer.null();
     peer
 }
 
-/// The connection must end: with this Terminate, or with a reset that overtook it.
+/// Checks that the connection ends: with this Terminate, or with a reset that overtook it.
 pub fn refused(server: &mut Server, mut peer: Peer, fault: Fault, what: &str) {
     server.settle();
     let (frames, end) = peer.rest();
@@ -623,11 +624,11 @@ fn read_responses_that_were_not_asked_for_are_refused() {
         peer.push(&response(&request, &memory));
         refused(&mut server, peer, fault, what);
     }
-    // A Write to the sink of a Read: the STag names it for the response only.
+    // A Write to the sink of a Read: its STag is valid only for the Read Response.
     let (mut peer, request) = asked(&server);
     peer.push(&write(request.sink_stag, request.sink_to, &memory));
     refused(&mut server, peer, Fault::STAG, "a Write to the sink of a Read");
-    // No response at all: calls behind it wait, and nobody else does.
+    // No response at all: calls after it on the connection wait, and nobody else does.
     let (mut peer, request) = asked(&server);
     peer.send(&inline_call(19, NULL, b""));
     server.settle();
@@ -638,7 +639,7 @@ fn read_responses_that_were_not_asked_for_are_refused() {
         assert_eq!(header::decode(&peer.message(), Versions::ONE).expect("a reply").xid, Xid(xid));
     }
     drop(peer);
-    // Or a reset in its place.
+    // Or a reset instead of a response.
     let (peer, _) = asked(&server);
     peer.reset();
     server.end();
@@ -692,7 +693,7 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// For a second and a half the good client makes calls, none of which takes long.
+/// Lets the good client make calls for a second and a half, none of which may take long.
 fn at_once(server: &mut Server) {
     let begin = Instant::now();
     let mut longest = Duration::ZERO;
@@ -725,7 +726,7 @@ fn calls_beyond_the_grant_are_served_or_end_the_connection() {
 fn a_peer_that_stops_reading_its_replies_holds_up_nobody_and_is_closed() {
     let mut server = Server::start(NO_CRC);
     let chunk = [segment(1, 2 << 20, 0)];
-    // Long replies, and short ones, of which a page each is held; so many that the socket does not hold them all.
+    // Long replies, and short ones that hold a page each; so many that the socket does not take them all.
     let long = |n| send(n, &call_with_reply_chunk(n, SOURCE, &words(&[1 << 20]), &chunk));
     let wrong = |n| send(n, &words(&[n, 9, 1, 0, 0, 0, 0]));
     let frames: [&dyn Fn(u32) -> Vec<u8>; 2] = [&long, &wrong];
@@ -740,7 +741,7 @@ fn a_peer_that_stops_reading_its_replies_holds_up_nobody_and_is_closed() {
             waited += u32::from(start.elapsed() > patient(Duration::from_millis(15)));
             assert!(msn < 1_000_000, "nothing stops this peer");
         }
-        // One reply is waited for, 20 ms; the rest of the time is the machine's.
+        // The server waits 20 ms for one reply; any other delay is the machine's.
         assert!(waited < 20, "the good client waited {waited} times in {msn} calls");
         drop(peer);
         server.settle();
@@ -748,7 +749,7 @@ fn a_peer_that_stops_reading_its_replies_holds_up_nobody_and_is_closed() {
     server.end();
 }
 
-/// Descriptors run short, and who was idle longest has not taken its replies: nobody waits for it to do so.
+/// Descriptors run short, and the client that was idle longest has not taken its replies: nobody waits for it to do so.
 #[test]
 fn idle_peers_that_do_not_read_make_room_at_once() {
     let mut server = Server::start_with("rdma", &["-d", "64"], NO_CRC);
@@ -776,7 +777,7 @@ fn idle_peers_that_do_not_read_make_room_at_once() {
 
 #[test]
 fn a_busy_client_does_not_keep_others_waiting() {
-    // Polling on: the server looks for the next request of a connection before it sleeps.
+    // With polling: the server looks for the next request of a connection before it sleeps.
     let mut server = Server::start(&["RPCRDMA_CRC=no", "RPCRDMA_POLL=1000"]);
     let port = server.port;
     beside(

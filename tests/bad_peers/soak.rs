@@ -1,7 +1,7 @@
-//! Hostile clients of the soak (c-tests/soak.h), which starts this test with `SOAK_PORTS`, those of its servers that
-//! are never killed, and `SOAK_SEED`: as many conversations as there is time for, until its standard input ends. What the
-//! server says to them is looked at as everywhere here. That others are served meanwhile, and that nothing is left
-//! behind, is for the soak to see.
+//! Hostile clients of the soak (c-tests/soak.h), which starts this test with `SOAK_PORTS`, the ports of its servers that are
+//! never killed, and `SOAK_SEED`. They hold as many conversations as there is time for, until standard input ends. What the
+//! server says to them is checked as everywhere here. The soak itself checks that others are served meanwhile, and that
+//! nothing is left behind.
 
 use std::cell::Cell;
 use std::io::Read;
@@ -14,13 +14,13 @@ use crate::peer::*;
 use crate::pulls::{Bad, MANNERS};
 use rpcrdma::provider::iwarp::mpa::Which;
 
-/// A step of a client that is slow on purpose.
+/// The interval between steps of a client that is slow on purpose.
 const BEAT: Duration = Duration::from_millis(20);
 
 /// A server waits twice as long for the first bytes of a connection.
 const SLOW: Duration = Duration::from_secs(5);
 
-/// Calls of the soak's program: its procedures.
+/// The procedures of the soak's program.
 const DO: u32 = 1;
 const PROCEDURES: u64 = 8;
 
@@ -39,7 +39,7 @@ impl Random {
     }
 }
 
-/// Where a thread is, and what for.
+/// What a thread works with.
 struct Part<'a> {
     port: u16,
     random: Random,
@@ -47,8 +47,8 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// A connection in full operation. None: the server has no room for it, as is its right if it is the cramped one; or this
-    /// thread was kept from asking for so long that no server waits for that.
+    /// A connection in full operation. None: the server has no room for it, which is legitimate for the cramped one; or this
+    /// thread was kept from asking for longer than any server waits.
     fn open(&self, crc: bool) -> Option<Peer> {
         let begin = Instant::now();
         let mut peer = Peer::connect(self.port);
@@ -69,7 +69,7 @@ impl Part<'_> {
         !self.stop.load(Relaxed)
     }
 
-    /// Goes on with these clients, beat by beat, for at most so many seconds.
+    /// Goes on with its clients, beat by beat, for at most `seconds` seconds.
     fn keep(&self, seconds: u64, mut step: impl FnMut()) {
         let begin = Instant::now();
         while self.goes_on() && begin.elapsed() < Duration::from_secs(seconds) {
@@ -79,13 +79,13 @@ impl Part<'_> {
     }
 }
 
-/// A call that the soak's server takes for one of client 99, whom nobody judges: without contents of its own, and so right,
-/// it asks for `want` bytes.
+/// A call that the soak's server takes for one of client 99, whose results nobody checks. It has no contents, and so is
+/// valid, and asks for `want` bytes.
 fn call(xid: u32, procedure: u32, want: u32) -> Vec<u8> {
     let tag = 99u64 << 40 | u64::from(xid);
     let step =
         |sum: u64, value: u32| (sum ^ sum >> 32 ^ u64::from(value)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    // SOAK_CHECK; the first step takes the tag as it is.
+    // SOAK_CHECK; the first step uses the tag as it is.
     let first = (tag ^ 0x736f_616b ^ u64::from(want)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let check = (step(step(first, 0), 0) >> 32) as u32;
     let head = words(&[xid, 0, 2, 0x2000_4c44, 1, procedure, 0, 0, 0, 0]);
@@ -119,7 +119,7 @@ fn damage(random: &mut Random, frame: &mut Vec<u8>) {
             0 => frame.truncate(at.max(1)),
             1 => frame.insert(at, random.below(256) as u8),
             2 => frame[at] = 0xff,
-            // The headers, above all.
+            // Mainly the headers.
             3..=5 => {
                 let near = at % frame.len().min(100);
                 frame[near] ^= 1 << random.below(8);
@@ -132,7 +132,7 @@ fn damage(random: &mut Random, frame: &mut Vec<u8>) {
     }
 }
 
-/// Streams that are alive and damaged, from the first byte on or later.
+/// Live streams that are damaged, from the first byte on or later.
 fn fuzz(part: &mut Part) {
     let random = &mut part.random;
     if random.below(8) == 0 {
@@ -151,7 +151,7 @@ fn fuzz(part: &mut Part) {
     let mut frames = Vec::new();
     for msn in 1..=1 + random.below(30) as u32 {
         let mut bytes = frame(random, msn);
-        // Most are right, so that there is something to damage.
+        // Most frames are right, so that there is something to damage.
         if random.below(6) == 0 {
             damage(random, &mut bytes);
         }
@@ -176,7 +176,7 @@ fn fuzz(part: &mut Part) {
     }
 }
 
-/// All credits of some connections, and more, whose replies are taken one by one.
+/// Uses all credits of some connections, and more, and takes the replies one by one.
 fn hoard(part: &mut Part) {
     let mut peers: Vec<Peer> = (0..8).filter_map(|_| part.open(true)).collect();
     let want = part.random.one_of(&[0, 1000, 30_000]);
@@ -211,7 +211,7 @@ fn never_read(part: &mut Part) {
     part.keep(seconds, || {});
 }
 
-/// Long calls that are offered and hardly let be read.
+/// Long calls that are offered but can hardly be read.
 fn trickle(part: &mut Part) {
     let length = 1 << (18 + part.random.below(8));
     let manners = [(); 6].map(|()| part.random.one_of(MANNERS));
@@ -293,21 +293,22 @@ fn hostile_clients() {
                     while part.goes_on() && failed.load(Relaxed) < 10 {
                         count += 1;
                         let failure = catch_unwind(AssertUnwindSafe(|| conversation(&mut part))).is_err();
-                        // The second server has no descriptors for all: who is not answered there has nothing to complain of.
+                        // The second server has too few descriptors for all: a client that is not answered there has no
+                        // cause to complain.
                         if failure && port == ports[0] {
                             eprintln!(
                                 "hostile: conversation {count} of {name:?} with seed {seed} has failed"
                             );
                             failed.fetch_add(1, Relaxed);
                         }
-                        // Those that are fast leave the honest ones a processor.
+                        // Fast conversations leave the honest clients a processor.
                         thread::park_timeout(Duration::from_millis(5));
                     }
                     (name, count)
                 })
             })
             .collect();
-        // The soak writes nothing.
+        // The soak writes nothing, and closes it in the end.
         std::io::stdin().read_to_end(&mut Vec::new()).expect("the standard input");
         stop.store(true, Relaxed);
         for thread in threads {

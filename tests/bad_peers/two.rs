@@ -1,4 +1,4 @@
-//! Version Two and its transport characteristics: bad servers and a client that offers it, bad clients and servers of
+//! Version Two and its transport characteristics: bad servers and a client that offers it, bad clients and servers with
 //! every choice of versions.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -18,7 +18,7 @@ use crate::servers;
 
 const AUTO: &str = "RPCRDMA_VERSION=auto";
 const TWO: &str = "RPCRDMA_VERSION=2";
-/// Receives that a Send may be too long for.
+/// Receives that are short enough for a Send to be too long.
 const SHORT: &str = "RPCRDMA_INLINE=4096";
 
 fn decoded(message: &[u8]) -> Header<'_> {
@@ -69,7 +69,7 @@ fn changed(mut message: Vec<u8>, at: usize, word: u32) -> Vec<u8> {
     message
 }
 
-/// Messages that are wrong or come at the wrong time, and the error that answers each, if one does.
+/// Messages that are wrong or come at the wrong time, and the error that answers each, if any.
 fn strange(xid: u32) -> Vec<(&'static str, Vec<u8>, Option<RdmaError>)> {
     let wants = |want| optional(xid, Direction::Call, Kind::Request as u32, want);
     let bad = Some(RdmaError::BadHeader);
@@ -110,7 +110,7 @@ fn good(xid: u32) -> [Vec<u8>; 4] {
 
 // ------------------------------------------------------------------------------------------------------- clients
 
-/// Takes part in the startup and the offer, which is a valid first message; returns its XID.
+/// Takes part in the startup and takes the offer, which must be a valid first message; returns its XID.
 fn offer(peer: &mut Peer) -> u32 {
     accept(peer);
     let message = peer.message();
@@ -142,14 +142,14 @@ fn whole_message(peer: &mut Peer) -> Option<Vec<u8>> {
                 }
             }
             Ok(Frame::Terminate(_)) | Err(_) => return None,
-            // A nudge to a peer that is slow to answer.
+            // An empty RDMA Write, by which a client nudges a peer that is slow to answer.
             Ok(Frame::Write { bytes, .. }) if bytes.is_empty() => {}
             other => panic!("{other:?} where a message was due"),
         }
     }
 }
 
-/// The next call; `None` at the end of the connection. What the client says beside it, which is valid, is passed over.
+/// The next call; `None` at the end of the connection. Anything else that the client sends must be valid, and is skipped.
 fn asked(peer: &mut Peer) -> Option<Asked> {
     loop {
         let whole = whole_message(peer)?;
@@ -166,7 +166,7 @@ fn reply_to(call: &Asked, results: &[u8]) -> Vec<u8> {
     message_in(call.version, call.xid, Direction::Reply, &Lists::default(), Some(&payload))
 }
 
-/// Answers the NULL calls of a client to its end, all of which must be of this version.
+/// Answers the NULL calls of a client until it ends; all must be of this version.
 fn serve(peer: &mut Peer, version: u32) {
     while let Some(call) = asked(peer) {
         assert_eq!(call.version, version);
@@ -192,7 +192,7 @@ fn an_offer_that_is_refused_leaves_the_connection_to_version_one() {
         (77, versions(1, 1)),
         (2, versions(0, 1)),
         (2, versions(1, u32::MAX)),
-        // It has looked at the procedure first.
+        // The server has looked at the procedure first.
         (1, RdmaError::BadHeader),
     ] {
         let (outcome, connections) = offered(&[AUTO], &["20000", "null", "null"], |mut peer, _| {
@@ -259,7 +259,7 @@ fn a_server_that_refuses_and_goes_away_at_once_is_called_in_version_one() {
 
 #[test]
 fn a_server_that_always_goes_away_ends_the_call_after_the_second_connection() {
-    // Who insists makes no client: one status instead of two.
+    // A caller that insists gets no client: one status instead of two.
     for (setting, wanted) in [(AUTO, (2, 2)), (TWO, (1, 1))] {
         for reset in [false, true] {
             let (outcome, connections) = offered(&[setting], &["20000", "null", "null"], |mut peer, _| {
@@ -274,7 +274,7 @@ fn a_server_that_always_goes_away_ends_the_call_after_the_second_connection() {
             assert!(outcome.took < hang() / 4, "{:?}", outcome.took);
         }
     }
-    // Not even a startup the second time.
+    // The second connection does not even get through the startup.
     let (outcome, connections) = offered(&[AUTO], &["20000", "null", "null"], |mut peer, number| {
         if number == 0 {
             offer(&mut peer);
@@ -305,7 +305,7 @@ fn versions_without_sense_are_no_reason_to_ask_for_ever() {
         for (setting, wanted) in [(AUTO, (2, 2)), (TWO, (1, 1))] {
             let (outcome, connections) = offered(&[setting], &["20000", "null", "null"], |mut peer, _| {
                 accept(&mut peer);
-                // Whatever the client says.
+                // Answers whatever the client sends.
                 while let Ok(frame) = peer.frame() {
                     if let Frame::Send { bytes, .. } = frame {
                         let Header { xid, version, .. } = decoded(&bytes);
@@ -321,7 +321,7 @@ fn versions_without_sense_are_no_reason_to_ask_for_ever() {
     }
 }
 
-/// The one case that waits for the end of an offer: five seconds.
+/// The only case that waits for an offer to time out: five seconds.
 #[test]
 fn an_offer_that_is_not_answered_ends_and_the_call_goes_in_version_one() {
     let silent = |mut peer: Peer, number| {
@@ -399,7 +399,7 @@ fn answer_of_client(xid: u32, what: RdmaError) -> Vec<u8> {
     bytes
 }
 
-/// What is strange to a client is answered or passed over, and its calls go on beside it.
+/// What a client does not expect is answered or ignored, and its calls go on meanwhile.
 #[test]
 fn messages_that_make_no_sense_do_not_disturb_the_calls_of_a_client() {
     let count = strange(0).len();
@@ -408,13 +408,13 @@ fn messages_that_make_no_sense_do_not_disturb_the_calls_of_a_client() {
         let own = offer(&mut peer);
         peer.send(&init(own, 4096));
         let mut call = asked(&mut peer);
-        // Of none of the client's messages, of the INIT_XCHAR of either, and of its call.
+        // With the XID of none of the client's messages, and with that of the INIT_XCHAR of either end.
         for n in 0..count {
             let Some(now) = call else { panic!("the connection ended before call {n}") };
             for xid in [0x7000_0000, own] {
                 let (what, message, answer) = strange(xid).swap_remove(n);
                 peer.send(&message);
-                // It serves nothing, so it need not say that a header is none.
+                // It serves nothing, so it need not say that a header is invalid.
                 if let Some(answer) = answer.filter(|_| header::decode(&message, Versions::BOTH).is_ok()) {
                     assert_eq!(peer.message(), answer_of_client(xid, answer), "{what}");
                 }
@@ -489,7 +489,7 @@ fn a_client_that_is_flooded_with_requests_holds_little_memory_and_ends_its_call_
                 let own = offer(&mut peer);
                 peer.send(&init(own, 4096));
                 asked(&mut peer).expect("a call");
-                // Until the client has had enough; its answers are not read.
+                // Until the client ends the connection; its answers are not read.
                 for from in (0..).step_by(batch) {
                     let bytes: Vec<u8> =
                         (from..from + batch as u32).flat_map(|n| send(n + 2, &flood(n))).collect();
@@ -505,7 +505,7 @@ fn a_client_that_is_flooded_with_requests_holds_little_memory_and_ends_its_call_
     }
 }
 
-/// Every flip and every cut of what a server says, each followed by the right message: no call is lost.
+/// Every flip and every cut of what a server sends, each followed by the right message: no call is lost.
 #[test]
 fn damaged_messages_of_a_server_end_no_connection_and_no_call_without_its_answer() {
     let step = if servers::full() { 1 } else { 3 };
@@ -513,7 +513,7 @@ fn damaged_messages_of_a_server_end_no_connection_and_no_call_without_its_answer
     let reply = reply_to(&Asked { version: 2, xid: 0, inline: true }, b"").len();
     let lengths = whole.into_iter().chain([reply]);
     for (kind, length) in lengths.enumerate() {
-        // A hundred for a call: a client closes the connection to a server that floods it.
+        // A hundred for each call: a client closes the connection to a server that floods it.
         let parts = (servers::flips().len() + 1).div_ceil(100);
         let places: Vec<(usize, usize)> =
             (0..length).step_by(step).flat_map(|at| (0..parts).map(move |part| (at, part))).collect();
@@ -522,7 +522,7 @@ fn damaged_messages_of_a_server_end_no_connection_and_no_call_without_its_answer
             let own = offer(&mut peer);
             let mut call = None;
             for (at, part) in &places {
-                // The offer is answered by the damaged INIT_XCHARs first.
+                // The offer is first answered by the damaged INIT_XCHARs.
                 let xid = call.as_ref().map_or(own, |call: &Asked| call.xid);
                 let message = match (kind, &call) {
                     (4, Some(call)) => reply_to(call, b""),
@@ -541,7 +541,7 @@ fn damaged_messages_of_a_server_end_no_connection_and_no_call_without_its_answer
                 call = asked(&mut peer);
             }
         });
-        // A reply that is damaged in its RPC message is a reply, and an answer with the XID of a call may become an error.
+        // A reply whose RPC message is damaged is still a reply, and an answer with the XID of a call may become an error.
         let lost =
             outcome.statuses.iter().filter(|status| matches!(**status, TIMEDOUT | CANTRECV | 3)).count();
         assert_eq!((outcome.statuses.len(), lost), (places.len(), 0), "{kind}: {}", outcome.text);
@@ -568,7 +568,7 @@ fn server(setting: &str) -> Server {
     Server::start(&["RPCRDMA_CRC=no", SHORT, setting])
 }
 
-/// Requires this error to the message `xid`, with this word for its version.
+/// Requires that the answer to message `xid` is this error, with this word for its version.
 fn refusal(answer: &[u8], xid: u32, version: u32, what: RdmaError) {
     assert_eq!(answer, error(xid, version, what), "{what:?} to message {xid} of version {version}");
 }
@@ -593,7 +593,7 @@ fn a_server_answers_what_makes_no_sense_and_serves_the_next_call() {
                     let Some(Frame::Send { bytes, .. }) = frames.next() else { panic!("{what}: no answer") };
                     refusal(&bytes, 0x11, 2, answer);
                 }
-                // It may say what it is like itself, once the client has used the extension.
+                // The server may announce its own characteristics, once the client has used the extension.
                 for frame in frames {
                     let Frame::Send { bytes, .. } = &frame else { panic!("{what}: {frame:?}") };
                     assert!(
@@ -614,7 +614,7 @@ fn a_server_answers_what_makes_no_sense_and_serves_the_next_call() {
 fn every_call_is_answered_in_its_version_or_told_which_ones_are_spoken() {
     for (setting, low, high) in [("RPCRDMA_VERSION=1", 1, 1), (AUTO, 1, 2), (TWO, 2, 2)] {
         let mut server = server(setting);
-        // Many of them at once, the versions mixed; and the first of each.
+        // Many calls at once, with mixed versions, and with each as the first.
         for first in [1, 2, 3, 0, u32::MAX] {
             let mut peer = server.open();
             let calls = [first, 1, 2, 2, 1, 3, 2, 1];
@@ -639,7 +639,7 @@ fn every_call_is_answered_in_its_version_or_told_which_ones_are_spoken() {
                     refusal(&answer, xid, version, versions(low, high));
                 }
             }
-            // Errors are not answered, whatever they are, nor what is too short for a header.
+            // Errors are not answered, whatever they are, and neither is what is too short for a header.
             for silent in [
                 error(1, 1, versions(1, 1)),
                 error(1, 2, versions(1, 1)),
@@ -700,7 +700,7 @@ fn any_damage_to_a_message_of_version_two_hurts_its_own_connection_only() {
                 tried += 1;
             }
         }
-        // TCP's ports are not endless.
+        // The number of TCP ports is limited.
         if tried > 5000 {
             server.end();
             (server, tried) = (self::server(AUTO), 0);
@@ -787,7 +787,7 @@ fn receives_have_the_size_that_was_told_after_every_change() {
         send_whole(&mut peer, &call);
         assert!(matches!(decoded(&peer.message()).body, Body::Msg { .. }));
     }
-    // Longer than what was agreed.
+    // Longer than the agreed size.
     peer.send(&message_in(2, 4, Direction::Call, &Lists::default(), Some(&[0; 5001])));
     let (frames, _) = peer.rest();
     assert!(matches!(frames[..], [] | [Frame::Terminate(Fault::TOO_LONG)]), "{frames:?}");
@@ -807,7 +807,7 @@ fn thousands_of_requests_whose_answers_nobody_reads_hold_up_nobody() {
     let mut server = server(AUTO);
     for (n, flood) in floods.into_iter().enumerate() {
         let mut peer = server.open();
-        // As many as TCP holds the answers of: beyond, it may get stuck itself.
+        // As many as TCP has room for the answers to: with more, this client may get stuck itself.
         for sent in (0..20_000).step_by(30) {
             let batch: Vec<u8> = (sent + 1..=sent + 30).flat_map(|n| send(n, &flood(n))).collect();
             assert!(peer.push_if_open(&batch), "{sent} messages of flood {n} end the connection");
@@ -816,7 +816,7 @@ fn thousands_of_requests_whose_answers_nobody_reads_hold_up_nobody() {
         drop(peer);
         server.settle();
     }
-    // And a crowd that asks for the longest Receives.
+    // A crowd that asks for the longest Receives.
     let mut crowd: Vec<Peer> = (0..50).map(|_| server.open()).collect();
     for peer in &mut crowd {
         peer.send(&init(1, u32::MAX));

@@ -1,5 +1,5 @@
 #!/bin/bash
-# figures.sh: what the page of figures that `rpcrdma stat` reads costs a null call, at either end: at most 1 % of its instructions.
+# figures.sh: the page of figures that `rpcrdma stat` reads costs a null call, at either end, at most 1 % of its instructions.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/../lib.sh"
 command -v valgrind >/dev/null || { skip "the cost of the page of figures" "valgrind is not installed"; closing; }

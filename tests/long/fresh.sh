@@ -1,6 +1,6 @@
 #!/bin/bash
 # fresh.sh [WAY:COMMAND...]: the README's two commands on a minimal Debian 12 that has nothing but git, each on a system
-# of its own, and what they ask of the person.
+# of its own, and what they ask the user to do.
 #
 #   rustup    root, with the Rust of this machine's rustup
 #   debian    root, with nothing: Debian's Rust is installed
@@ -8,9 +8,9 @@
 #   bare      root, in a chroot that cannot have private networks, where libclang cannot be installed: no adapters
 #   user      an ordinary user without sudo, with Debian's first Rust; root runs the line that the command names
 #
-# Without arguments: demo and check in each way, but for old, which is told apart by its demo alone. Needs root and a
+# Without arguments: demo and check in each way, except for old, where demo alone shows the difference. Needs root and a
 # network, or skips. debootstrap's system and Debian's packages are kept in $RPCRDMA_FRESH (~/.cache/rpcrdma-fresh).
-# Where apt and cargo get things from is taken over from this machine.
+# apt and cargo use the same sources as on this machine.
 #
 # Environment: FRESH_LOGS, a folder that keeps what was printed.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -20,18 +20,18 @@ logs=${FRESH_LOGS:-$scratch}
 . "$here/minimal.sh"
 mkdir -p "$logs"
 
-# A clone, as this checkout stands.
+# A clone of this checkout as it is.
 git -C "$top" ls-files -z --cached --others --exclude-standard >"$scratch/files" 2>/dev/null ||
     { skip "a fresh machine" "this is no clone"; closing; }
 (cd "$top" && xargs -0 -a "$scratch/files" ls -d 2>/dev/null) >"$scratch/there"
 tar -C "$top" -cf "$scratch/clone.tar" -T "$scratch/there"
 
-# What cargo is told on this machine: where its crates come from.
+# This machine's settings of cargo: where its crates come from.
 mine=${CARGO_HOME:-$HOME/.cargo}
 settings=(PATH=$path TERM=dumb LANG=C.UTF-8)
 while read -r setting; do settings+=("$setting"); done < <(env | grep -i -E '^(https?|all|no)_proxy=|^CARGO_(HTTP|NET|REGISTR|SOURCE)[A-Z_]*=')
 
-# system WAY: makes $root, with what this way has before the person begins.
+# system WAY: creates $root, with what this way has before the user begins.
 system() {
     local home=/root tool
     rm -rf --one-file-system "$root"
@@ -42,7 +42,7 @@ system() {
     fi
     mkdir -p "$root$home/.cargo" "$root$home/rpcrdma"
     cp "$mine"/config{,.toml} "$mine"/credentials.toml "$root$home/.cargo/" 2>/dev/null
-    # The crates that are here already need not be fetched.
+    # Crates that this machine has already need not be fetched.
     [ ! -d "$mine/registry" ] || (cd "$mine" && tar -cf - registry/cache registry/index) | tar -C "$root$home/.cargo" -xf -
     tar -C "$root$home/rpcrdma" -xf "$scratch/clone.tar"
     [ "$1" != user ] || chroot "$root" chown -R person:person /home/person
@@ -60,8 +60,8 @@ system() {
     rm -f "$root/ready"
 }
 
-# inside WHO COMMAND: runs a shell command in $root as root or as person, with the mounts of a running system. They lie in
-# a name space of their own, and are gone before anything is deleted.
+# inside WHO COMMAND: runs a shell command in $root as root or as person, with the mounts of a running system. The mounts are
+# in a namespace of their own, and are gone before anything is deleted.
 inside() {
     local enter=(chroot "$root" env -i "${settings[@]}" HOME=/root)
     [ "$1" = as_root ] || enter=(chroot "$root" setpriv --reuid person --regid person --init-groups env -i "${settings[@]}" HOME=/home/person)
@@ -79,7 +79,7 @@ inside() {
 # unshare itself heeds no other signal while its child is there.
 trap 'kill -KILL "${children[@]}" 2>/dev/null; exit 130' INT TERM
 
-# asks LINE: something that the person has to do.
+# asks LINE: records something that the user has to do.
 asks() { asked+=("$1"); }
 
 # try WAY COMMAND
@@ -117,7 +117,7 @@ try() {
     printf '      asked of the person: %s\n' "${asked[@]}"
     case $way in
     bare)
-        # As for the linker: the crate for adapters is there or not.
+        # The linker must agree: the crate for adapters is there or not.
         if grep -q 'building without adapters, for want of libclang-dev$' "$log"; then
             ok "$name: one line says that there are no adapters"
         else

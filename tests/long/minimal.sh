@@ -1,9 +1,10 @@
 # minimal.sh, sourced after tests/lib.sh: a minimal Debian 12, $base, to be copied; or the script skips and ends.
 #
-# It has nothing but git. debootstrap makes it once; it is kept in $RPCRDMA_FRESH (~/.cache/rpcrdma-fresh), $cache, and so are
-# the packages that apt fetches there, in $cache/debs. Where apt gets them from is taken over from this machine.
+# It has nothing but git. debootstrap creates it once, and it is kept in $cache, which is $RPCRDMA_FRESH
+# (~/.cache/rpcrdma-fresh); the packages that apt fetches there are kept in $cache/debs. apt uses the same sources as on this
+# machine.
 cache=${RPCRDMA_FRESH:-${XDG_CACHE_HOME:-$HOME/.cache}/rpcrdma-fresh}
-# To the library it would be a setting that does not exist.
+# The library would take this variable for an unknown setting.
 export -n RPCRDMA_FRESH
 path=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 
@@ -12,7 +13,7 @@ unshare --mount --pid --fork true 2>/dev/null || { skip "a fresh machine" "mount
 [ "$(dpkg --print-architecture 2>/dev/null)" = amd64 ] || { skip "a fresh machine" "needs Debian on x86-64, for debootstrap"; closing; }
 mkdir -p "$cache/debs/partial"
 
-# The base system, once. Its apt knows what this machine's knows of Debian.
+# The base system, created once. Its apt has the Debian sources of this machine's apt.
 base=$cache/bookworm
 sources=$(apt-get indextargets --format '$(ORIGIN)|deb $(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' 2>/dev/null |
     sed -n 's/^Debian|\(.* bookworm.*\)/\1/p' | sort -u)

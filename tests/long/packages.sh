@@ -1,8 +1,8 @@
 #!/bin/bash
-# packages.sh [FOLDER]: Debian's packages of this checkout on a minimal Debian 12, as the README says: installed by apt, what
-# debian/tests runs, purged. After that the system has the files that it had before, and no others.
+# packages.sh [FOLDER]: Debian packages of this checkout on a minimal Debian 12, as the README says: they are installed by apt,
+# debian/tests is run, and they are purged. After that the system has the files that it had before, and no others.
 #
-# FOLDER has packages that were built before (make deb); else they are built here. Needs root and a network, or skips.
+# FOLDER has packages that were built before (make deb); otherwise they are built here. Needs root and a network, or skips.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/../lib.sh"
 . "$here/minimal.sh"
@@ -30,7 +30,7 @@ cp -a "$base" "$root"
 mkdir "$root/packages" && cp "$packages"/*.deb "$root/packages/"
 mkdir "$root/test" && cp "$top/debian/tests/stock-pairs" "$top/tests/ns.sh" "$root/test/"
 
-# inside COMMAND: as root in $root, with the mounts of a running system. They are gone before anything is deleted.
+# inside COMMAND: runs it as root in $root, with the mounts of a running system, which are gone before anything is deleted.
 inside() {
     root=$root debs=$cache/debs unshare --mount --pid --fork --kill-child bash -c '
         # Private networks ask for a root that is a mount point.
@@ -46,7 +46,7 @@ inside() {
 # unshare itself heeds no other signal while its child is there.
 trap 'kill -KILL "${children[@]}" 2>/dev/null; exit 130' INT TERM
 
-# files: what there is, with what is in it, but for the books of dpkg and apt, caches and logs, and rpc.statd's own state.
+# files: all files with their contents, except the records of dpkg and apt, caches and logs, and rpc.statd's own state.
 files() {
     (
         cd "$root" || exit
@@ -60,7 +60,7 @@ step() { # NAME COMMAND
     if inside "$2" >"$scratch/log" 2>&1; then ok "$1"; else FAIL "$1" "$scratch/log"; fi
 }
 
-# What is not ours, and what debian/tests asks for besides.
+# Packages that are not ours, among them those that debian/tests depends on.
 depends=$(sed -n '/^Depends:/,/^Restrictions:/{s/^ \([a-z0-9.+-]*\).*,$/\1/p}' "$top/debian/tests/control" | grep -v rpcrdma)
 step "what the test needs is installed" \
     "apt-get -qq -y install --no-install-recommends iproute2 netbase $(tr '\n' ' ' <<<"$depends")"
@@ -74,7 +74,7 @@ else
     FAIL "the stock pairs" "$scratch/log"
 fi
 sed 's/^/      /' "$scratch/log"
-# A link of a page that leads nowhere.
+# Finds links of pages that lead nowhere.
 step "each link of the installed pages leads somewhere" "cd /usr/share/doc/rpcrdma-tools && [ -e README.md ] &&
     ! find . -name '*.md' | while read -r page; do
         grep -oE '\\]\\([^)#]+' \"\$page\" | sed 's/^](//' | grep -v '^[a-z]*:' | while read -r link; do

@@ -1,9 +1,9 @@
 #!/bin/bash
-# races.sh [SECONDS]: data races, by the thread sanitizer: threads that serve (c-tests/workers.c), and threads that call, are
-# called back and end beside service loops (c-tests/back.c, loads of SECONDS (5) each).
+# races.sh [SECONDS]: looks for data races with the thread sanitizer: threads that serve (c-tests/workers.c), and threads that
+# call, are called back and end beside service loops (c-tests/back.c, loads of SECONDS (5) each).
 #
-# The sanitizer is a feature of unstable Rust, which the stable compiler has too when it is told so (RUSTC_BOOTSTRAP). The
-# standard library is not compiled anew: c-tests/locks.c stands in for its locks.
+# The sanitizer is a feature of unstable Rust, which RUSTC_BOOTSTRAP enables in the stable compiler too. The standard library is
+# not recompiled: c-tests/locks.c stands in for its locks.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/../lib.sh"
 cd "$scratch" || exit 1
@@ -13,8 +13,8 @@ runtime=$(rustc --print sysroot 2>/dev/null)/lib/rustlib/$target/lib/librustc-st
 [ -r "$runtime" ] || { skip "data races" "this Rust has no thread sanitizer"; closing; }
 command -v clang >/dev/null || { skip "data races" "clang is not installed"; closing; }
 
-# What is not to be told: libtirpc puts the pad of opaque data into a static array; the fence with which the compiled standard
-# library ends a value that was shared is not seen.
+# What must not be reported: libtirpc reads the pad of opaque data into a static array; and the sanitizer does not see the fence
+# before the compiled standard library drops a shared value.
 cat >suppressions <<'END'
 race:xdr_bytes
 race:drop_slow
@@ -49,7 +49,7 @@ for program in workers back; do
         -L. -Wl,-rpath,"$PWD" -lrpcrdma $(pkg-config --libs libtirpc) -lstdc++ -lpthread -ldl -lrt -lm -lgcc_s
 done
 
-# races NAME COMMAND...: it ends well, and the sanitizer says nothing.
+# races NAME COMMAND...: the command must succeed, and the sanitizer report nothing.
 races() {
     local name=$1; shift
     TSAN_OPTIONS="suppressions=$PWD/suppressions report_signal_unsafe=0 report_thread_leaks=0 die_after_fork=0" \

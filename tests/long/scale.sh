@@ -1,9 +1,9 @@
 #!/bin/bash
-# scale.sh [COUNT...]: so many idle connections (100 1000 10000) beside one client that calls (c-tests/scale.c): the time of its
-# calls, the server's memory and mappings, what connecting and closing takes; stock tcp's figures beside them. Then
-# connections that never say a word, and a server that has no descriptor left.
+# scale.sh [COUNT...]: COUNT (100 1000 10000) idle connections beside one client that calls (c-tests/scale.c): the time of its
+# calls, the server's memory and mappings, the time to connect and to close; with stock tcp's figures for comparison. Then
+# connections that never send anything, and a server that has no descriptors left.
 #
-# 10000 need a limit of descriptors (ulimit -Hn) of 10100; where it is lower there are fewer.
+# 10000 need a limit of descriptors (ulimit -Hn) of 10100; with a lower limit there are fewer connections.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 . "$here/../lib.sh"
 cd "$scratch" || exit 1
@@ -21,7 +21,7 @@ declare -A with=([tcp]=env [rdma]="${preloaded[*]}")
 below() { awk -v a="$1" -v b="$2" -v f="$3" 'BEGIN { exit !(a <= b * f) }'; }
 # check TEXT CONDITION...
 check() { local text=$1; shift; if "$@"; then ok "$text"; else FAIL "$text"; fi; }
-# scale NETID WHAT COUNT: beside a server of its own.
+# scale NETID WHAT COUNT: runs it with a server of its own.
 scale() {
     # shellcheck disable=SC2086
     start_ready ${with[$1]} ./bench server "$1" || { FAIL "a server on $1"; closing; }
@@ -45,7 +45,7 @@ for count in "$@"; do
     done
 done
 
-# A server for each count is a fresh one; this one has all rounds.
+# Each count has a fresh server; here all rounds have the same one.
 start_ready "${preloaded[@]}" ./bench server rdma || { FAIL "a server"; closing; }
 for round in 1 2 3 4; do
     read -r _ _ _ _ _ _ idle gone _ _ left < <("${preloaded[@]}" ./scale idle rdma "$port" "$server" 2500)

@@ -4,23 +4,23 @@
 # Eight honest clients of mixed shapes with checked contents, and three servers with four service threads, all of them
 # processes of their own, among faults (c-tests/soak.h): proxies before each server cut, delay, throttle, half-close and
 # alter half of the connections; one server is killed every 20 seconds, one has hardly any descriptors and memory; a client is
-# killed again and again, and where memory is shared it rewrites that; hostile clients stand beside
+# killed again and again, and where memory is shared it rewrites that; hostile clients run beside them
 # (tests/bad_peers/soak.rs).
 #
 # Prints the calls so far every five minutes; then calls, outcomes, the longest call, and what servers and clients hold at rest,
-# at the beginning and the end. No call may be wrong, lost or doubled, or end later than a second after its timeout, beyond what
-# its thread waits for a processor; none fails that nothing is in the way of; nobody crashes or grows.
+# at the beginning and the end. No call may be wrong, lost or doubled, or end later than a second after its timeout, not counting
+# the time that its thread waits for a processor; no call may fail unless a fault affects it; no process may crash or grow.
 #
-# SOAK_SECONDS is another length. SOAK_KEEP=DIR keeps what the processes wrote down, SOAK_LOG=LEVEL is what the library logs
-# there, SOAK_VERBOSE=yes tells the memory over time, LOAD_GDB=yes shows where processes are that hang, SOAK_SLOW=MS where
-# they are when a call takes so long that nothing is in the way of.
+# SOAK_SECONDS is another length. SOAK_KEEP=DIR keeps the processes' records, SOAK_LOG=LEVEL is what the library logs there,
+# SOAK_VERBOSE=yes prints the memory over time, LOAD_GDB=yes shows where processes hang, SOAK_SLOW=MS where they are when a call
+# takes that long though no fault affects it.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ $# -lt 2 ]; then
     status=0
     for device in iwarp local; do bash "${BASH_SOURCE[0]}" "${1:-1}" $device || status=1; done
     exit $status
 fi
-# In a network of its own nobody else has its ports.
+# In a private network nobody else uses its ports.
 if [ -z "${SOAK_IN_NS:-}" ] && bash "$here/../ns.sh" --possible >/dev/null; then
     SOAK_IN_NS=1 NO_RPCBIND=1 exec bash "$here/../ns.sh" bash "${BASH_SOURCE[0]}" "$@"
 fi
@@ -28,7 +28,7 @@ fi
 minutes=$1 device=$2 seed=${3:-$(date +%Y%m%d)}
 seconds=${SOAK_SECONDS:-$((minutes * 60))}
 [ -r "$LIBRPCRDMA" ] || { FAIL "$LIBRPCRDMA is missing"; closing; }
-# SOAK_LOAD and SOAK_BAD_PEERS: the programs, where they are compiled already.
+# SOAK_LOAD and SOAK_BAD_PEERS: the programs, if they have been compiled already.
 load=${SOAK_LOAD:-$scratch/build/load}
 [ -n "${SOAK_LOAD:-}" ] || make -s -C "$top/c-tests" OUT="$scratch/build" "$load" >"$scratch/log" 2>&1 ||
     { FAIL "the soak compiles" "$scratch/log"; closing; }
@@ -43,8 +43,8 @@ if [ "${SOAK_HOSTILE:-}" != no ]; then
     fi
     hostile=(-H "$program")
 fi
-# Linux's siw (6.1.192, 7.3.4) corrupts its list of listeners, and that ends the kernel, when one that listens is killed while
-# others connect: siw_destroy_listen.
+# Linux's siw (6.1.192, 7.3.4) corrupts its list of listeners when a listening process is killed while others connect
+# (siw_destroy_listen), and that crashes the kernel.
 [ "$device" != siw ] || hostile+=(-k 0)
 results=${SOAK_KEEP:-$scratch/soak}
 mkdir -p "$results"
@@ -52,14 +52,14 @@ echo "      soak: $seconds seconds over $device, seed $seed"
 
 "$load" soak -D "$device" -t "$seconds" -s "$seed" -d "$results" -l "$LIBRPCRDMA" -b "$top/c-tests/load.conf" \
     "${hostile[@]}" 2>"$results/soak.log" | while IFS= read -r line; do
-        # Said at once; over siw all of it, for a kernel that may not live through the end of the servers.
+        # Printed at once; over siw everything is, since the kernel may not survive the end of the servers.
         case $line in
         so\ far*) echo "      $line" ;;
         *) echo "$line" >>"$scratch/out"; [ "$device" != siw ] || echo "      $line" ;;
         esac
     done
 status=${PIPESTATUS[0]}
-# What was refused among faults fills the library's log: complaints come behind it, where they are seen.
+# Calls that were refused among faults fill the library's log: complaints come after them, where they are noticed.
 grep -h ' error: ' "$results"/*.log >"$scratch/said"
 grep -hv ' error: ' "$results"/*.log >>"$scratch/said"
 grep -v '^hostile: [0-9]* [a-z]' "$scratch/said" >"$scratch/told"

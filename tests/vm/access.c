@@ -1,15 +1,15 @@
-/* access.c: a server that says who has called it, and a client for it; for access.sh. Programs of libtirpc alone.
+/* access.c: a server that prints who has called it, and a client for it; for access.sh. They use libtirpc alone.
  *
  *   access serve NETID ADDRESS PORT [INTERFACE]   serves until it is ended; READY PORT, then a line for each call
- *   access call NETID ADDRESS PORT [PROCEDURE]    calls it, with a CLIENT of its own; the outcome in one line
- *   access read NETID ADDRESS PORT BYTES          calls it three times for a result of so many bytes
- *   access again NETID ADDRESS PORT               calls it, waits for a line of its input, and calls it with the same CLIENT
- *                                                 and then, beside that, with another one, whose outcome is the last line
+ *   access call NETID ADDRESS PORT [PROCEDURE]    calls it, with a CLIENT of its own; prints the outcome in one line
+ *   access read NETID ADDRESS PORT BYTES          calls it three times for a result of BYTES bytes
+ *   access again NETID ADDRESS PORT               calls it, waits for a line of input, calls it again with the same CLIENT, and
+ *                                                 then with a second one too, whose outcome is the last line
  *   access fork NETID ADDRESS PORT                calls it, and has a child do so with the same CLIENT and with one of its
  *                                                 own; then calls it again
  *   access connected NETID ADDRESS PORT           the same on a socket that it has connected itself
  *
- * ADDRESS is that of the listening socket, which INTERFACE binds to a device too. Nothing is registered with rpcbind.
+ * ADDRESS is that of the listening socket, which INTERFACE also binds to a device. Nothing is registered with rpcbind.
  * Procedure 3 has the server act as another user for a moment, as NFS servers do. Procedure 1 has it unregister and close its listener; it goes on with the connections that it has. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -36,7 +36,7 @@ static bool_t xdr_all(XDR *xdrs, bytes_t *all) { return xdr_bytes(xdrs, &all->by
 
 static SVCXPRT *listener;
 
-/* A limit of time, as tests/lib.sh has it. */
+/* A time limit, scaled by TEST_PATIENCE as in tests/lib.sh. */
 static struct timeval patient(double seconds)
 {
     const char *factor = getenv("TEST_PATIENCE");

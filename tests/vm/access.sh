@@ -1,6 +1,6 @@
 #!/bin/bash
-# access.sh: who is served over tcp, software iWARP and an adapter, by the same server: the answers are to be the same. In
-# a guest with rxe devices, one of them towards another host (a network of its own). Run by `make check-vm`.
+# access.sh: who is served over tcp, software iWARP and an adapter, by the same server: the answers must be the same. In
+# a guest with rxe devices, one of them towards another host (a network namespace). Run by `make check-vm`.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 run_in_guest "access over adapters" 900 "${BASH_SOURCE[0]}" verbs/rxe
 
@@ -21,7 +21,7 @@ must ip netns exec other ip link set veth1 up
 must rdma link add rxe1 type rxe netdev veth0
 must wait_for 10 grep -qs ACTIVE /sys/class/infiniband/rxe1/ports/1/state
 
-# serve ADDRESS [INTERFACE]: a server of tcp that is moved, or with NETID=rdma one of that netid, on port 7700.
+# serve ADDRESS [INTERFACE]: starts a moved server of tcp, or with NETID=rdma one of that netid, on port 7700.
 serve() {
     : >"$log"
     start_ready env LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_LOG=info RPCRDMA_REDIRECT=tcp ${SETTINGS:-} "$program" serve "${NETID:-tcp}" "$1" 7700 ${2:-} ||
@@ -31,7 +31,7 @@ declare -A way=(
     [tcp]="env NETID=tcp" [iwarp]="env NETID=rdma LD_PRELOAD=$LIBRPCRDMA RPCRDMA_PROVIDER=iwarp"
     [verbs]="env NETID=rdma LD_PRELOAD=$LIBRPCRDMA RPCRDMA_PROVIDER=verbs RPCRDMA_CREDITS=4"
 )
-# call WAY ADDRESS [PROCEDURE]: the first word of the outcome.
+# call WAY ADDRESS [PROCEDURE]: prints the first word of the outcome.
 call() {
     local netid=rdma; [ "$1" != tcp ] || netid=tcp
     ${way[$1]} timeout "$(patient 30)" "$program" call $netid "$2" 7700 ${3:-} >"$scratch/call" 2>&1
@@ -39,7 +39,7 @@ call() {
 }
 # call_for WAY OPERATION BYTES: the same for the first adapter's address.
 call_for() { ${way[$1]} timeout "$(patient 60)" "$program" $2 rdma $address 7700 $3 2>&1 | sed 's/:.*//'; }
-# same OUTCOME WHAT ADDRESS: over all three.
+# same OUTCOME WHAT ADDRESS: the outcome is this over all three.
 same() {
     local outcome=$1 what=$2 got=
     for how in tcp iwarp verbs; do got+=" $how $(call $how "$3")"; done
@@ -70,7 +70,7 @@ serve ::
 same served "a moved server at any address of both families" $address
 stop "$server"
 
-# What a socket is bound to counts for adapters too.
+# What a socket is bound to also restricts adapters.
 serve 0.0.0.0 lo
 expect "a server on lo only, tcp from another host" "$(ip netns exec other env NETID=tcp timeout "$(patient 10)" "$program" call tcp 10.9.0.1 7700 | sed 's/:.*//')" refused
 expect "a server on lo only, an adapter from another host" "$(forge 10.9.0.2 2000)" refused
@@ -80,14 +80,14 @@ expect "a server on veth0 only, an adapter there" "$(forge 10.9.0.2 2000)" answe
 expect "a server on veth0 only, another adapter" "$(call verbs $address)" refused
 stop "$server"
 
-# Who the caller is.
+# The identity of the caller.
 serve 0.0.0.0
 expect "a caller that says who it is" "$(forge 10.9.0.2 2000)" answered
 expect "a caller that claims another address" "$(forge 10.9.0.77 700)" refused
 expect "a caller that claims the server's own address" "$(forge 10.9.0.1 700)" refused
 stop "$server"
 
-# A listener that the program has closed is closed.
+# A listener that the program has closed is closed to adapters too.
 for NETID in tcp rdma; do
     serve 0.0.0.0
     expect "netid $NETID: served over an adapter" "$(call verbs $address 1)" served
@@ -96,7 +96,7 @@ for NETID in tcp rdma; do
     stop "$server"
 done
 unset NETID
-# So is one that the program has shut down, and one that it binds to an interface while it is served.
+# So is one that the program has shut down, or binds to an interface while it is served.
 serve 0.0.0.0
 expect "a listener is served" "$(call verbs $address 4)" served
 same refused "a listener that was shut down" $address
@@ -114,7 +114,7 @@ expect "RPCRDMA_REDIRECT_ADAPTERS=no, tcp" "$(call tcp $address)" served
 expect "RPCRDMA_REDIRECT_ADAPTERS=no, an adapter" "$(call verbs $address)" refused
 stop "$server"
 
-# Nothing but adapters.
+# Only adapters.
 SETTINGS=RPCRDMA_PROVIDER=verbs
 NETID=rdma serve 0.0.0.0
 expect "nothing but adapters: software iWARP" "$(call iwarp $address)" refused
@@ -123,9 +123,9 @@ expect "nothing but adapters: the server has seen one call" "$(grep -c 'accepted
 stop "$server"
 unset SETTINGS
 
-# A result of 1 MiB, of programs without a binding: who may lock the memory has the room, and nobody fails.
+# A result of 1 MiB, in programs without a binding: those that may lock the memory have room for it, and none fails.
 serve 0.0.0.0
-# read_as LIMIT NETID NAME=VALUE...: an ordinary user with so much memory to lock, in KiB; what it goes over, if it works.
+# read_as LIMIT NETID NAME=VALUE...: calls as an ordinary user who may lock LIMIT KiB; prints what a call that works goes over.
 chmod 755 "$scratch"
 read_as() {
     local limit=$1 netid=$2; shift 2
@@ -143,16 +143,16 @@ expect "1 MiB, 8 MiB to lock, nothing but adapters" "$(read_as 8192 rdma RPCRDMA
 expect "1 MiB, 64 MiB to lock, nothing but adapters" "$(read_as 65536 rdma RPCRDMA_PROVIDER=verbs)" verbs
 expect "1 MiB, unlimited, nothing but adapters" "$(call_for verbs read 1048576)" served
 expect "17 MiB, as with software iWARP" "$(call_for verbs read 17825792)" refused
-# How soon the adapter answers does not matter here: it is tried.
+# How soon the adapter answers does not matter here, only that it is tried.
 tried() { read_as "$@" >"$scratch/went"; grep -q '^failed' "$scratch/went" && cat "$scratch/went" || grep -c 'not over verbs' "$scratch/call"; }
 expect "1 MiB, 64 MiB to lock: not refused" "$(tried 65536 rdma)" 0
 expect "1 MiB, 8 MiB to lock, and a setting: not refused" "$(tried 8192 rdma RPCRDMA_MAX_REPLY=1M)" 0
 stop "$server"
 
-# A process forked from one that has used the adapter: its own connections go another way.
+# A process forked from one that has used the adapter: its own connections go over something else.
 forked() { ${way[verbs]} RPCRDMA_MAX_REPLY=64K RPCRDMA_LOG=info "$@" timeout "$(patient 60)" "$program" fork rdma $address 7700 >"$scratch/call" 2>&1; }
 serve 0.0.0.0
-# The adapter has a quarter of a second, as in choice.sh; little memory is soon registered.
+# The adapter gets a quarter of a second, as in choice.sh; registering little memory is quick.
 for ((try = $(patient 40); try > 0; try--)); do
     forked RPCRDMA_PROVIDER=auto
     ! grep -q 'goes over rdma to .*(verbs' "$scratch/call" || break
@@ -164,7 +164,7 @@ expect "nothing but adapters: a child is told why" "$(grep -c 'forked from one t
 expect "nothing but adapters: the parent goes on" "$(grep '^the parent' "$scratch/call")" "the parent: RPC: Success"
 stop "$server"
 
-# A server that acts as other users, to which the kernel refuses what it has opened.
+# A server that acts as other users: the kernel then refuses it what it has opened.
 serve 0.0.0.0
 expect "a server that changes its user: before" "$(call verbs $address)" served
 expect "over an adapter the connection ends" "$(call verbs $address 3)" refused
@@ -177,7 +177,7 @@ expect "its clients go over software iWARP" "$(auto 2>&1)" served
 expect "again and again" "$(auto 2>&1)" served
 stop "$server"
 
-# A CLIENT whose connection has failed leaves its share of the locked memory to the next one.
+# A CLIENT whose connection has failed leaves its share of the locked memory to the next CLIENT.
 serve 0.0.0.0
 mkfifo "$scratch/go"
 (ulimit -l 300; exec ${way[verbs]} timeout 90 "$program" again rdma $address 7700) <"$scratch/go" >"$scratch/again" 2>&1 &
@@ -193,7 +193,7 @@ wait $again
 expect "300 KiB to lock: another CLIENT beside one whose server has gone" "$(tail -n 1 "$scratch/again" | cut -c 1-200)" served
 stop "$server"
 
-# Many connections of somebody who is never heard of again, and many requests that are refused.
+# Many connections of a client that is never heard of again, and many refused requests.
 SETTINGS="prlimit --memlock=2097152"
 serve 0.0.0.0
 held=$(forge 10.9.0.2 2000 30)

@@ -1,6 +1,6 @@
 #!/bin/bash
-# choice.sh: which provider is taken, by both ends, and what becomes of a connection when its device goes, in a guest
-# with an rxe device on dummy0 and, later, a siw device on dummy1. Run by `make check-vm`.
+# choice.sh: which provider both ends choose, and what becomes of a connection when its device goes away, in a guest with
+# an rxe device on dummy0 and, later, a siw device on dummy1. Run by `make check-vm`.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 run_in_guest "the choice of the provider" 300 "${BASH_SOURCE[0]}" verbs/rxe
 
@@ -11,7 +11,7 @@ mkdir -p /served
 must mount -t tmpfs -o size=64m served /served
 head -c 3000000 /dev/urandom >/served/file
 
-# serve NAME=VALUE...: our server, with these settings, on ports of its own. Its log is in $log.
+# serve NAME=VALUE...: starts our server with these settings, on ports of its own. Its log is in $log.
 serve() {
     : >"$log"
     free 20050; free 20051
@@ -30,7 +30,7 @@ expect() {
     local what=$1 pattern=$2; shift 2
     if fetch "$@" && { [ -z "$pattern" ] || grep -Eq "$pattern" "$out"; }; then ok "$what"; else FAIL "$what" "$out"; fi
 }
-# The adapter has a quarter of a second, which an emulated machine under load seldom keeps: in some attempt it must.
+# The adapter gets a quarter of a second, which is seldom enough on an emulated machine under load: one attempt must succeed.
 expect_once() {
     local try
     for try in $(seq "$(patient 40)"); do
@@ -40,7 +40,7 @@ expect_once() {
 }
 over_verbs='goes over rdma.*\(verbs device' over_iwarp='goes over rdma.*\(software iWARP' over_memory='goes over rdma.*\(shared memory'
 
-# Without any device nothing is opened, and nothing is said of it.
+# Without any device nothing is opened, and nothing is logged about that.
 must ip link set lo up
 serve RPCRDMA_PROVIDER=auto
 expect "no device: shared memory" "$over_memory" 127.0.0.1 RPCRDMA_PROVIDER=auto
@@ -86,7 +86,7 @@ fi
 stop "$server"
 netid=rdma
 
-# The device goes. rxe itself waits for every process that has it open; what used it must end at once all the same.
+# The device goes away. rxe itself waits for every process that has it open; what used it must end at once all the same.
 serve RPCRDMA_PROVIDER=verbs
 (env RPCRDMA_PROVIDER=verbs LD_PRELOAD="$LIBRPCRDMA" RPCRDMA_LOG=info timeout "$(patient 60)" bash -c "while :; do $programs/nfs3 -n rdma -p 20050 -m 20051 -e /served $address get file $scratch/again || exit; done" >"$scratch/client.log" 2>&1) & client=$!
 wait_for 20 grep -qs 'goes over rdma' "$scratch/client.log" || FAIL "rxe: a client works" "$scratch/client.log"
@@ -99,7 +99,7 @@ if timed wait $del; then ok "rxe: the device is gone when the server has ended (
 must rdma link add rxe0 type rxe netdev dummy0
 must wait_for 10 grep -qs ACTIVE /sys/class/infiniband/rxe0/ports/1/state
 
-# An iWARP device beside: it shares its ports with TCP, and is left to software iWARP.
+# An additional iWARP device: its ports are shared with TCP, so it is left to software iWARP.
 must ip link add dummy1 type dummy
 must ip link set dummy1 mtu 9000 up
 must ip addr add $other/24 dev dummy1

@@ -10,25 +10,25 @@ patience=120 # seconds: Linux waits for 5 to 30 before it connects again
 random=$scratch/random
 head -c $big /dev/urandom >"$random"
 head -c 4194304 "$random" >"$scratch/less"
-# The kernel's client sends what it is given soon, and not all at once at the end.
+# So that the kernel's client sends data soon, and not all at once at the end.
 must sysctl vm.dirty_background_bytes=1048576 vm.dirty_bytes=8388608
 # Loads what `silence` needs.
 must tc qdisc add dev lo root netem loss 0%
 must tc qdisc del dev lo root
 
 # The load: copies of `random` in both directions, by the kernel's client and our server (kr, kw), and by our client and
-# the kernel's server (r, w). What they say lands in $scratch/NAME, their status in result[NAME].
+# the kernel's server (r, w). Their output goes to $scratch/NAME, their status to result[NAME].
 declare -A load result
 begin() {
     local name=$1; shift
     "$@" >"$scratch/$name" 2>&1 &
     load[$name]=$!; children+=($!)
 }
-# copy WHO...: begins with the copies of the kernel and ours, and returns in the middle of all.
+# copy WHO...: starts the copies of the kernel, ours, or both, and returns while all of them are under way.
 round=0
 copy() {
     local who growing=()
-    # The kernel remembers data, and names that are gone: each round has names of its own.
+    # The kernel caches data, and names that are gone: each round has names of its own.
     in=in.$((++round)) out=out.$round
     for who in "$@"; do
         case $who in kernel) cp "$random" "/served/$in" ;; ours) cp "$random" /export/in ;; esac
@@ -57,7 +57,7 @@ all_run() {
     local pid
     for pid in "${load[@]}"; do kill -0 "$pid" 2>/dev/null || return; done
 }
-# Waits for all, as long as there is patience. `micros` tells how long that took.
+# Waits for all, for at most $patience seconds. `micros` tells how long that took.
 all_end() {
     local name
     timed wait_for $patience none_runs
@@ -84,8 +84,8 @@ the_kernel_has_copied() {
     fi
     rm -f "/served/$in" "/served/$out" "$scratch/kr.got"
 }
-# Our client goes on; or, where it `may end`, says at once, or when its 25 seconds are over, what the matter is (a server
-# that is about to end may ask it to come back later, and one that is away refuses who comes only now).
+# Our client goes on; or, where it `may end`, it reports at once, or after its 25 seconds, what is wrong (a server that is
+# about to end may ask it to come back later, and one that has gone refuses new connections).
 said='^server: RPC: (Unable to (send|receive)|Timed out)|^nfs3: server: .*NFS3ERR_JUKEBOX|RPC: Remote system error - Connection refused; no RDMA connection'
 we_have_copied() {
     local name words
@@ -119,7 +119,7 @@ server_up
 all_end
 the_kernel_has_copied
 
-# Longer than the kernel waits before it tries again for the first time: it finds nobody.
+# Longer than the kernel waits before its first retry, which finds nobody.
 what="$path: our server gone for 7 seconds"
 copy kernel
 stop "$server"
@@ -134,7 +134,7 @@ link_down_and_up() {
     must ip link set dummy0 up
     all_end
 }
-# The address is the guest's own: TCP goes over lo, and rxe over nothing that could be silenced.
+# The address is the guest's own: TCP goes over lo, while rxe goes over nothing that could be silenced.
 silence() { must tc qdisc add dev lo root netem loss 100%; }
 silence_ends() { must tc qdisc del dev lo root; }
 if [ "${path#*/}" != rxe ]; then
@@ -182,8 +182,8 @@ else FAIL "$what: the other one" "$scratch/r"; fi
 the_next_is_served
 rm -f "$scratch/r.got"
 
-# A link that went down under load leaves rxe without a connection manager, for rping too: nothing connects any more
-# before the device is made anew. What is under way must end all the same.
+# A link that went down under load leaves rxe without a connection manager, for rping too: nothing can connect until the
+# device is created anew. What is under way must end all the same.
 if [ "${path#*/}" = rxe ]; then
     what="$path: the link down for 3 seconds"
     copy ours

@@ -29,7 +29,7 @@ def packet(payload):
     base = struct.pack("!BBHII", UD_SEND_ONLY, 0x40, 0xFFFF, GSI_QP, 0)
     rest = struct.pack("!II", GSI_QKEY, GSI_QP) + payload
     length = 8 + len(base) + len(rest) + 4
-    # What routers may change counts as ones.
+    # In the ICRC, fields that routers may change count as ones.
     ip = struct.pack("!BBHHHBBH4s4s", 0x45, 0xFF, 20 + length, 0, 0x4000, 0xFF, socket.IPPROTO_UDP, 0xFFFF,
                      socket.inet_aton(mine), socket.inet_aton(server))
     udp = struct.pack("!HHHH", ROCE_PORT, ROCE_PORT, length, 0xFFFF)

@@ -2,8 +2,8 @@
 # gss.sh [PATH...]: RPCSEC_GSS with Kerberos 5 over RDMA: the examples' NFS version 3 client and the kernel's
 # server, in a guest with a KDC and rpc.svcgssd for each path (guest.sh).
 #
-# The other way there is nothing to run: the kernel's client has rpc.gssd make a context on a TCP connection of its
-# own, and uses it on the mount's; libtirpc, whose server nfs3d is, looks for contexts only where they were made.
+# The other direction cannot be tested: the kernel's client has rpc.gssd create a context on a separate TCP connection,
+# and uses it on the mount's; libtirpc, on which nfs3d is built, looks for a context only on the connection that created it.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 name="RPCSEC_GSS with the kernel's server"
 pkg-config --exists krb5-gssapi && PATH=$PATH:/usr/sbin command -v krb5kdc >/dev/null ||
@@ -14,7 +14,7 @@ host=vm.suite.test
 uid=4711
 sizes=(0 1 400 401 4096 65536 1048575 1048576 2500001)
 
-# The realm of the C suite, and there nfs/$host; suiteuser is the user 4711.
+# The realm of the C suite, with nfs/$host in it; suiteuser is the user 4711.
 realm_up() {
     printf '%s\n' '127.0.0.1 localhost' "$address $host" >/etc/hosts
     hostname $host
@@ -37,14 +37,14 @@ secure_nfsd() {
     chmod 777 /export
     rpc.svcgssd -f >"$scratch/svcgssd.log" 2>&1 &
     children+=($!)
-    # It is ready when the first context can be made.
+    # nfsd is ready when the first context can be created.
     must wait_for 10 nfs3_over_tcp krb5 stat /
 }
 nfs3_over_tcp() { timeout "$(patient 60)" "$programs/nfs3" -p 2049 -m 20048 -e /export -s "$1" $host "${@:2}"; }
 
 secured() {
     local security=$1 what="$path: $1" size file wrong=
-    # Linux 6.1.192 cannot decode what it has decrypted, whoever sends it over whatever; 6.1.176 could.
+    # Linux 6.1.192 cannot decode what it has decrypted, whatever the client and the transport; 6.1.176 could.
     if ! nfs3_over_tcp $security stat / >"$scratch/out" 2>&1; then
         skip "$what" "not over tcp either, without this library: $(tail -n 1 "$scratch/out")"
         return
@@ -67,7 +67,7 @@ secured() {
     else FAIL "$what: the server knows who made them"; fi
     rm -rf /export/*
 
-    # rule 119: only where no checksum and no encryption covers the data do they travel in chunks of their own.
+    # rule 119: data travels in chunks of its own only where no checksum and no encryption covers it.
     RPCRDMA_LOG=wire "${client[@]}" -s $security $host put "$scratch/65536" large 2>"$scratch/put"
     RPCRDMA_LOG=wire "${client[@]}" -s $security $host get large "$scratch/got" 2>"$scratch/get"
     if [ $security = krb5 ]; then
@@ -83,7 +83,7 @@ secured() {
 
 reduced() { grep -Eq 'reads \[[1-9]|writes \[\[' "$@"; }
 
-# With verbs a call makes room for a reply of 256 KiB, if nobody says more; here a reply can hold a READ's data.
+# With verbs a call makes room for a reply of 256 KiB by default; here a reply can hold a READ's data.
 export RPCRDMA_MAX_REPLY=2M
 realm_up
 device_up

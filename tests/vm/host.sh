@@ -1,6 +1,6 @@
 #!/bin/bash
-# host.sh: the kernel's NFS/RDMA over siw in a guest, and our client and server, over software iWARP, on this host: through
-# QEMU's network, as between two machines. Run by `make check-vm`.
+# host.sh: the kernel's NFS/RDMA over siw in a guest, with our client and server, over software iWARP, on this host. They talk
+# through QEMU's network, as between two machines. Run by `make check-vm`.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 sizes=(0 1 399 400 401 4095 4096 4097 65536 65537 1048575 1048576 5000001)
 
@@ -29,7 +29,7 @@ if [ -n "${IN_GUEST:-}" ]; then
     if [ -z "$wrong" ]; then ok "$what: files of ${#sizes[@]} sizes"; else FAIL "$what: files of$wrong bytes"; fi
     (cd /mnt && sha256sum random file.* >sums)
     if umount /mnt; then ok "$what: umount"; else FAIL "$what: umount"; fi
-    # The host's client says with a file that it has finished.
+    # The host's client creates a file when it has finished.
     wait_for 120 test -e /export/finished || FAIL "the client on the host finishes"
     echo "lies there: $(sha256sum </export/random)"
     closing

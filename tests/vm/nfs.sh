@@ -45,7 +45,7 @@ twenty_connections() {
     for ((i = 0; i < 20; i++)); do timeout "$(patient 10)" "${nfs3[@]}" $address stat /random >"$scratch/out" 2>&1 || return; done
 }
 
-# kernels_client NAME [OPTION...]: of our server with these options.
+# kernels_client NAME [OPTION...]: tests the kernel's client with our server, which gets these options.
 kernels_client() {
     local path=$1 size wrong= xprt counted
     server_up "${@:2}"

@@ -4,7 +4,7 @@
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 run_in_guest "the back channel of the kernel's NFS/RDMA" 300 "${BASH_SOURCE[0]}" "$@"
 
-# Linux takes a delegation away when it was recalled for the time of a lease, 10 seconds here.
+# Linux revokes a delegation that is not returned within the time of a lease after its recall, 10 seconds here.
 soon=8000000 # microseconds
 nfs41=("${preloaded[@]}" "$programs41/nfs41")
 nfs41d=("${preloaded[@]}" "$programs41/nfs41d")
@@ -13,11 +13,11 @@ out=$scratch/out log=$scratch/log
 # What our program has printed.
 says() { grep -qx "$1" "$out"; }
 
-# delegated WHAT [OPTION]: our client has a delegation of $file.
+# delegated WHAT [OPTION]: our client gets a delegation of $file.
 files=0
 delegated() {
     what="$path: our client, the kernel's server, $1"; shift
-    # Linux gives no delegation of a file that it has just recalled one of.
+    # Linux grants no delegation of a file for which it has just recalled one.
     file=file.$((++files))
     echo one >/export/$file
     "${nfs41[@]}" "$@" $address $file 60 >"$out" 2>&1 &
@@ -25,7 +25,8 @@ delegated() {
     if wait_for 20 says 'delegation: read'; then ok "$what: a read delegation"
     else FAIL "$what: a read delegation" "$out"; fi
 }
-# recalled DIRECTORY LINE...: another one writes the file there, and waits for the delegation. Our client has said this.
+# recalled DIRECTORY LINE...: another client writes the file there, and has to wait for the delegation. Our client must have
+# printed these lines.
 recalled() {
     local directory=$1; shift
     if timed timeout "$(patient 60)" dd of="$directory/$file" conv=notrunc status=none <<<two && [ $micros -lt $soon ]; then
@@ -39,15 +40,15 @@ recalled() {
         FAIL "$what: recall" "$out"
     fi
 }
-# To version 4.1 Linux sends no CB_NULL.
+# Linux sends no CB_NULL to a version 4.1 client.
 delegation='delegation: read' recall=('callback: CB_RECALL' 'delegation returned')
 
 
 kernels_server() {
-    # With version 3 there would be lockd, with a time in which locks are reclaimed and nothing is delegated.
+    # With version 3 there would be lockd, with a grace period in which nothing is delegated.
     nfsd=(rpc.nfsd --no-udp --no-nfs-version 3)
     nfsd_up
-    # Version 4 is told that nobody comes.
+    # Ends the grace period of version 4: no client will reclaim anything.
     must tee /proc/fs/nfsd/v4_end_grace <<<Y
     must mount -t nfs -o vers=4.2,proto=tcp $address:/ /mnt
 
@@ -76,9 +77,9 @@ kernels_server() {
     must umount /mnt
 }
 
-# What our server says of a recall, when all is well.
+# What our server prints about a recall when all is well.
 answers=('CB_NULL: answered' 'CB_RECALL: answered' 'CB_RECALL: status 0' 'delegation returned')
-# ends_with LINE...: is that the last that our program has printed?
+# ends_with LINE...: are these the last lines that our program has printed?
 ends_with() { [ "$(tail -n $# "$out")" = "$(printf '%s\n' "$@")" ]; }
 # asked_back: our server recalls the delegation.
 asked_back() {
@@ -105,7 +106,7 @@ kernels_client() {
     if says 'delegation: read'; then ok "$what: a read delegation"; else FAIL "$what: a read delegation" "$out"; fi
     asked_back
 
-    # As long as it has the delegation the kernel opens the file by itself. It tells the server when it returns it.
+    # As long as the kernel has the delegation, it opens the file by itself. It tells the server when it returns the delegation.
     what+=", the file open"
     cat /mnt/served >/dev/null
     exec {held}</mnt/served
@@ -116,7 +117,7 @@ kernels_client() {
 
     if [ "${path#*/}" != rxe ]; then
         what="$path: the kernel's client, our server, a new connection"
-        # The kernel gives a delegation back that nobody has used for the time of a lease, unless the file is open.
+        # The kernel returns a delegation that nobody has used for the time of a lease, unless the file is open.
         exec {held}</mnt/served
         must ss -K dst $address dport = 20050
         echo recall >&$commands

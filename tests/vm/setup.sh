@@ -1,11 +1,11 @@
 #!/bin/bash
-# setup.sh [KERNEL]: once per machine, for vm.sh: QEMU, a kernel of Debian's unpacked beside the host's own, and siw for it,
-# which Debian does not build. As root, on Debian 12. Everything lands in $RPCRDMA_VM (~/.cache/rpcrdma-vm); packages are
-# installed, the host's kernel and its modules are not touched.
+# setup.sh [KERNEL]: run once per machine, for vm.sh: gets QEMU, a Debian kernel unpacked beside the host's own, and siw for it,
+# which Debian does not build. As root, on Debian 12. Everything goes to $RPCRDMA_VM (~/.cache/rpcrdma-vm); packages are
+# installed, but the host's kernel and its modules are not touched.
 #
-# KERNEL is the beginning of a version, as in 6.12 or 7.3: the newest one of it that bookworm or trixie has, or their backports.
-# Without it, Debian 12's own. siw for one that this machine's apt does not know is compiled in a small system of that release,
-# which debootstrap makes.
+# KERNEL is the beginning of a version, as in 6.12 or 7.3: the newest such kernel in bookworm, trixie or their backports is
+# taken. Without it, Debian 12's own. For a kernel that this machine's apt does not know, siw is compiled in a small system of
+# that release, which debootstrap creates.
 set -eu
 wanted=${1:-}
 base=${RPCRDMA_VM:-$HOME/.cache/rpcrdma-vm}
@@ -18,16 +18,16 @@ logged() { "$@" >>setup.log 2>&1 || fail; }
 logged apt-get install -y -q --no-install-recommends qemu-system-x86 busybox-static kmod cpio zstd xz-utils make gcc iproute2 \
     rdma-core ibverbs-providers rpcbind nfs-common nfs-kernel-server git debootstrap
 
-# Where packages are looked for and siw is compiled: here, or in `root`, a system of another release.
+# Packages are looked for and siw is compiled here, or in `root`, a system of another release.
 root=
-# objtool wants a /proc there.
+# objtool needs a /proc there.
 at_root() {
     if [ -z "$root" ]; then "$@"; return; fi
     unshare --mount sh -c 'mount -t proc proc "$0/proc" && exec chroot "$0" "$@"' "$root" \
         env -i PATH="$PATH" LC_ALL=C DEBIAN_FRONTEND=noninteractive "$@"
 }
 
-# other_release RELEASE: makes `root`. Its apt gets packages from where this machine's does.
+# other_release RELEASE: creates `root`. Its apt gets packages from the same place as this machine's.
 other_release() {
     local mirror
     root=$base/root-$1
@@ -63,7 +63,7 @@ version=${image#linux-image-}
 
 if [ ! -e "kernels/$version/ready" ]; then
     rm -rf "kernels/$version" kernel.tmp && mkdir kernel.tmp
-    # Since 7.3 its files are in packages of their own.
+    # Since 7.3 the image's files are in separate packages.
     mapfile -t packages < <(at_root apt-cache depends "$image" | awk '/Depends:/ { print $2 }' | grep -e "-$version\$" || true)
     tmp=$root/tmp/kernel
     rm -rf "$tmp" && mkdir -p "$tmp"

@@ -3,12 +3,12 @@
 # the others through proxies over software iWARP. SOAK_SECONDS (40) is how long,
 # SOAK_HOSTILE=no leaves the hostile clients out. `make soak MINUTES=n DEVICE=rxe|siw`.
 #
-# For the paths see guest.sh; default: verbs/rxe. Linux's siw does not live through it: see docs/testing.md. When a process that
-# listens is killed while others connect, the kernel ends at "kernel BUG at lib/list_debug.c", so nothing is killed there; and its
+# For the paths see guest.sh; default: verbs/rxe. Linux's siw does not survive it: see docs/testing.md. When a listening process
+# is killed while others connect, the kernel stops at "kernel BUG at lib/list_debug.c", so nothing is killed over siw; and siw's
 # listeners vanish when a client goes away at once.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 [ $# -gt 0 ] || set -- verbs/rxe
-# What is handed over to the guest, whose environment is its own. Compiled here, where it is much faster.
+# What is handed over to the guest, which has an environment of its own. Compiled here, where that is much faster.
 given=$top/build/vm-soak
 if [ -z "${IN_GUEST:-}" ]; then
     make -s -C "$top/c-tests" OUT="$top/build/c-tests" "$top/build/c-tests/load" || { FAIL "the soak compiles"; closing; }

@@ -1,16 +1,16 @@
 #!/bin/bash
-# speed.sh [PATH...]: how fast the examples' NFS version 3 client is beside the kernel's own, in one guest, at the
+# speed.sh [PATH...]: how fast the examples' NFS version 3 client is compared with the kernel's own, in one guest, with the
 # kernel's server, over the same device: READs and WRITEs of 4 KiB and 1 MiB, one after the other, without a cache
-# (O_DIRECT there). Then our client at our server, in Version Two, 16 KiB a call: with Receives of 4 KiB and of 64 KiB at
-# both ends, and without remote invalidation. Then a program without bindings, with room for replies of several lengths,
-# which must cost no registration per call. Nothing here can fail for being slow. A guest for each path (guest.sh).
+# (O_DIRECT for the kernel's). Then our client with our server, in Version Two, 16 KiB a call: with Receives of 4 KiB and of
+# 64 KiB at both ends, and without remote invalidation. Then a program without bindings, with room for replies of several
+# lengths, which must cost no registration per call. Nothing here can fail for being slow. A guest for each path (guest.sh).
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 run_in_guest "speed beside the kernel's client" 300 "${BASH_SOURCE[0]}" "$@"
 
 cases=('write 4096 500' 'read 4096 500' 'write 1048576 24' 'read 1048576 24')
 runs=5
 
-# Both append microseconds per call to a file of the case. What `read` reads the `write` before it has written.
+# Both append microseconds per call to a file for the case. `read` reads what the preceding `write` has written.
 kernels() {
     local file=/mnt/kernels.$2 seconds
     local -A how=([write]="if=/dev/zero of=$file oflag=direct" [read]="if=$file of=/dev/null iflag=direct")
@@ -37,7 +37,7 @@ compare() {
             { kernels $case; ours $case; }
         done
     done
-    # One RPC for each of dd's blocks, as with ours, or the comparison is none.
+    # There must be one RPC for each of dd's blocks, as with ours, or nothing is compared.
     counted=$(sed '1,\, /mnt ,d' /proc/self/mountstats |
         awk '$1 ~ /^(READ|WRITE|COMMIT):/ { printf " %s %d", $1, $2 }')
     must umount /mnt

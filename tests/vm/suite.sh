@@ -1,11 +1,11 @@
 #!/bin/bash
-# suite.sh [PATH...]: the C tests over RDMA devices, in a guest: the programs of the leg "rdma", the same bodies as over
-# software iWARP, and those of "placed" and "two" for what these are about, calls and their data; and c-tests/nested.c. For the
-# paths see guest.sh; default: those of verbs. Run by `make check-vm`.
+# suite.sh [PATH...]: the C tests over RDMA devices, in a guest: the programs of the leg "rdma", the same tests as over software
+# iWARP; of the legs "placed" and "two" what these are about, calls and their data; and c-tests/nested.c. For the paths see
+# guest.sh; default: those of verbs. Run by `make check-vm`.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 [ $# -gt 0 ] || set -- verbs/rxe verbs/siw
 if [ -z "${IN_GUEST:-}" ]; then
-    # Compiled here, where it is much faster. The library's own tests for a device are run there too.
+    # Compiled here, where that is much faster. The library's own tests for a device are run in the guest too.
     make -s -C "$top/c-tests" || { FAIL "the C tests are built"; closing; }
     cc -O1 -pthread -Wall -Wextra -Werror -Wno-cast-function-type -o "$top/build/c-tests/nested" "$top/c-tests/nested.c" \
         $(pkg-config --cflags --libs libtirpc) || { FAIL "nested.c is built"; closing; }
@@ -24,7 +24,7 @@ if VERBS_ADDRESS=$address timed timeout "$(patient 300)" "$unit" --ignored --tes
 else
     FAIL "$path: the contract of a queue pair, and both directions under load ($(seconds))" "$scratch/unit"
 fi
-# The private network of run.sh would have no device; here everything is private anyhow.
+# The private network of run.sh would have no device; in the guest everything is private anyway.
 calls='^(payload|every_length|result|reply|fixed|array|string|linked|union|argument|timeout|late|many|batch|several|eight|server_|svc_destroy|fifty)'
 export SUITE_OUT=$top/build/c-tests
 for leg in rdma placed two; do

@@ -1,12 +1,12 @@
 #!/bin/bash
-# versions.sh [PATH...]: Version Two offered to the Linux kernel, whose NFS/RDMA speaks Version One only; and spoken between
+# versions.sh [PATH...]: Version Two offered to the Linux kernel, whose NFS/RDMA speaks only Version One; and spoken between
 # our own client and server over the same device. In a guest for each path (guest.sh). Run by `make check-vm`.
 . "$(dirname "${BASH_SOURCE[0]}")/guest.sh"
 run_in_guest "two versions and the kernel's NFS/RDMA" 300 "${BASH_SOURCE[0]}" "$@"
 
 sizes=(0 399 4000 4096 16000 65537 1048577)
 out=$scratch/out log=$scratch/log
-# agreed VERSION: what the log says is that version, on one connection.
+# agreed VERSION: the log shows that version, on one connection.
 agreed() {
     [ "$(grep -c "$rdma_line" "$log")" -eq 1 ] && [ "$(grep -c "RPC-over-RDMA version [12], inline" "$log")" -ge 1 ] &&
         ! grep "RPC-over-RDMA version [12], inline" "$log" | grep -qv "version $1," && ! grep -q 'connecting anew' "$log"

@@ -30,14 +30,14 @@ modules=$cache/lib/modules/$version
 
 exec 9>"$base/.lock"
 flock 9
-# The modules, with siw among them: a copy, for depmod writes there.
+# A copy of the modules, siw among them, since depmod writes there.
 if [ ! -e "$cache/ready" ] || [ "$0" -nt "$cache/ready" ]; then
     rm -rf "$cache" && mkdir -p "$cache/lib/modules"
     cp -a "$kernel/lib/modules/$version" "$modules"
     mkdir -p "$modules/extra" && cp "$base/extra/$version"/*.ko "$modules/extra/"
     depmod -b "$cache" "$version"
 
-    # An initramfs with what it takes to reach the host's files.
+    # An initramfs with what is needed to reach the host's files.
     root=$cache/initrd.d
     mkdir -p "$root"/{bin,mod,proc,sys,dev,lower,rw,root}
     cp /bin/busybox "$root/bin/busybox"
@@ -63,8 +63,8 @@ INIT
     chmod 755 "$root/init"
     (cd "$root" && find . | cpio -o -H newc --quiet | zstd -q -3 -f -o "$cache/initrd")
 
-    # QEMU starts an unpacked kernel directly, which saves seconds: emulated, the kernel unpacks itself slowly. Where the
-    # payload lies is told by Linux's x86 boot protocol: setup_sects, payload_offset, payload_length.
+    # QEMU starts an unpacked kernel directly, which saves seconds: emulated, the kernel unpacks itself slowly. Linux's x86
+    # boot protocol tells where the payload is: setup_sects, payload_offset, payload_length.
     image=$kernel/boot/vmlinuz-$version
     word() { od -An -tu4 -j "$1" -N4 "$image" | tr -d ' '; }
     start=$((($(od -An -tu1 -j $((0x1f1)) -N1 "$image") + 1) * 512 + $(word $((0x248)))))
@@ -77,7 +77,7 @@ INIT
 fi
 flock -u 9
 
-# On a host that is busy the time of newer kernels runs ahead, by the processor's counter as QEMU emulates it; not by ACPI's.
+# On a busy host the clock of newer kernels runs fast with the processor's counter as QEMU emulates it, but not with ACPI's timer.
 clock=tsc=reliable
 case $version in [1-5].* | 6.*) ;; *) clock="tsc=unstable clocksource=acpi_pm" ;; esac
 
@@ -107,7 +107,7 @@ printf '\\0' | dd of=/dev/port bs=1 seek=244 count=1 2>/dev/null
 poweroff -f
 END
 : >"$job/status"
-# The end of its input would look to the guest as if nobody listened any more.
+# An end of its input would look to the guest as if nobody were listening any more.
 mkfifo "$job/never"
 exec 8<>"$job/never"
 timeout -k 5 "$limit" qemu-system-x86_64 \

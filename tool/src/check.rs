@@ -1,4 +1,4 @@
-//! `rpcrdma check`: what is wrong with settings and bindings, in the library's own words.
+//! `rpcrdma check`: says what is wrong with settings and bindings, in the library's own words.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -19,10 +19,10 @@ use crate::words::shown;
                         was wrong."
 )]
 pub struct Args {
-    /// Files to check, in place of /etc/rpcrdma.conf, /etc/rpcrdma.d/*.conf and the environment.
+    /// Files to check, instead of /etc/rpcrdma.conf, /etc/rpcrdma.d/*.conf and the environment.
     #[arg(value_hint = ValueHint::FilePath)]
     files: Vec<PathBuf>,
-    /// Says nothing of what is right.
+    /// Prints nothing about what is right.
     #[arg(short, long)]
     quiet: bool,
 }
@@ -32,7 +32,7 @@ pub fn run(args: &Args) -> ExitCode {
     let mut say = |line: String, is_right: bool| {
         right &= is_right;
         if !is_right || !args.quiet {
-            // Names of files may hold anything.
+            // File names may contain anything.
             say!("{}", shown(&line));
         }
     };

@@ -1,15 +1,15 @@
-//! Tables of text: columns that are as wide as they need be, and fewer of them on a narrow screen, each whole: half a number is
-//! another number.
+//! Tables of text. Columns are as wide as they need to be. A narrow screen gets fewer of them, each whole: half a number is
+//! a different number.
 
 /// A column.
 #[derive(Clone, Copy, Debug)]
 pub struct Column {
     pub title: &'static str,
-    /// Names begin at its left, numbers end at its right.
+    /// Left-aligned, as names are; numbers are right-aligned.
     pub left: bool,
-    /// At least so wide, so that it stays where it is while numbers grow.
+    /// The least width, so that the column stays where it is while numbers grow.
     pub least: usize,
-    /// A narrow screen does first without those that have the smallest.
+    /// A narrow screen leaves out the columns with the smallest weight first.
     pub weight: u8,
 }
 
@@ -23,7 +23,7 @@ impl Column {
     }
 }
 
-/// The title and the rows, a line each. `screen`: so many letters are in a line; without it they have any room.
+/// The title and the rows, a line each. `screen`: how many characters a line holds; without it there is no limit.
 pub fn lines<const N: usize>(
     columns: &[Column; N],
     rows: &[[String; N]],
@@ -34,7 +34,7 @@ pub fn lines<const N: usize>(
         cells.chain([columns[at].title.len(), columns[at].least]).max().unwrap_or(0)
     });
     let mut shown: Vec<usize> = (0..N).collect();
-    // With a space behind each but the last.
+    // With a space after each but the last.
     let needed = |shown: &[usize]| shown.iter().map(|at| widths[*at] + 1).sum::<usize>();
     while screen.is_some_and(|screen| needed(&shown) > screen + 1)
         && shown.len() > 1

@@ -29,32 +29,33 @@ use trace::{Reader, Trace, Wanted};
 
 /// Reads a log of level wire (RPCRDMA_LOG=wire) or a capture of packets, call by call.
 ///
-/// Of several processes and connections in one log, prints for each connection its calls, and for each call what belongs to it:
-/// the message with its chunks, the RDMA Reads and Writes, what is invalidated, the reply, and when each of them was. Where
-/// both ends have written to the log, a call shows what both have seen. `>` goes to the end that is called.
+/// A log may be of several processes and connections. For each connection its calls are printed, and for each call
+/// everything that belongs to it: the message with its chunks, the RDMA Reads and Writes, what is invalidated, the reply,
+/// and the time of each. If both ends have written to the log, a call shows what both have seen. `>` goes to the end that is
+/// called.
 ///
-/// Of a capture, pcap or pcapng as tcpdump(8) and Wireshark write it, it reads iWARP: what software iWARP and iWARP adapters send over
-/// TCP, from the beginning of a connection on. Each connection is told as its client's side of the wire; where segments are missing
-/// that is said, and the messages in them are lost; so is a CRC that is wrong.
+/// From a capture, pcap or pcapng as tcpdump(8) and Wireshark write it, it reads iWARP: what software iWARP and iWARP
+/// adapters send over TCP, from the beginning of a connection on. Each connection is shown as its client sees it. Missing
+/// segments are reported, and the messages in them are lost; wrong CRCs are reported too.
 ///
-/// What is not understood is passed over; how many lines, and which was the first, is said on standard error. Where it reads from a
-/// pipe, Ctrl-C is for who writes there, and what has come until then is shown.
+/// What is not understood is skipped; standard error tells how many lines that were, and which was the first. When it reads
+/// from a pipe, Ctrl-C ends the program that writes there, and what has come until then is shown.
 #[derive(clap::Args)]
 #[command(after_long_help = HELP)]
 pub struct Args {
-    /// The log or capture; standard input without it.
+    /// The log or capture; without it, standard input.
     #[arg(value_hint = ValueHint::FilePath)]
     file: Option<PathBuf>,
     /// Prints one JSON document; times are microseconds since 1970.
     #[arg(long)]
     json: bool,
-    /// Draws a call as a sequence diagram, and prints nothing: the first one, if neither --xid nor --call chooses another.
+    /// Draws a call as a sequence diagram, and prints nothing: the first call, if neither --xid nor --call chooses another.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     svg: Option<PathBuf>,
-    /// Shows the calls with this XID only.
+    /// Shows only the calls with this XID.
     #[arg(long, value_parser = xid)]
     xid: Option<u32>,
-    /// Shows the call with this number only, or those from N to M: the numbers are those of the whole output.
+    /// Shows only the call with this number, or those from N to M: the numbers are those of the whole output.
     #[arg(long, value_name = "N[-M]", value_parser = range, conflicts_with = "xid")]
     call: Option<(usize, usize)>,
 }
@@ -97,7 +98,7 @@ pub fn run(args: &Args) -> ExitCode {
 
 fn decode(args: &Args) -> Result<(), String> {
     if let Some(path) = &args.svg {
-        // Not after all that comes through a pipe.
+        // Now, not only after everything has come through a pipe.
         can_be_saved(path).map_err(|error| format!("{}: {}", path.display(), words::reason(&error)))?;
     }
     let (name, file) = match &args.file {
@@ -122,7 +123,7 @@ fn decode(args: &Args) -> Result<(), String> {
     let wanted = match (args.xid, args.call) {
         (Some(xid), _) => Wanted::Xid(xid),
         (None, Some((from, to))) => Wanted::Numbers(from, to),
-        // A picture shows the first one.
+        // A picture shows the first call.
         (None, None) if args.svg.is_some() => Wanted::Numbers(1, 1),
         (None, None) => Wanted::All,
     };
@@ -164,13 +165,15 @@ fn decode(args: &Args) -> Result<(), String> {
     written.and_then(|()| out.flush()).map_err(|error| error.to_string())
 }
 
-/// Since when all has been read.
+/// When everything had been read.
 static READ: OnceLock<Instant> = OnceLock::new();
 
-/// From the end of what is read: a Ctrl-C that ended it may be seen after it, for another thread waits for that.
+/// How long after the end of the input a Ctrl-C counts as the writer's: another thread waits for it, and may see it only
+/// after the end that it has caused.
 const OF_THE_WRITER: Duration = Duration::from_secs(1);
 
-/// Ctrl-C ends who writes into the pipe, tcpdump(8) say, and so what is read: it is shown then. A second one ends this program too.
+/// Ctrl-C ends the program that writes into the pipe, such as tcpdump(8), and so the input, which is then shown. A second
+/// one ends this program too.
 fn leave_interrupts_to_the_writer() -> io::Result<()> {
     interrupt::on(|status| {
         if status != 128 + libc::SIGINT || READ.get().is_some_and(|end| end.elapsed() > OF_THE_WRITER) {
@@ -179,17 +182,17 @@ fn leave_interrupts_to_the_writer() -> io::Result<()> {
     })
 }
 
-/// Calls of one picture.
+/// Most calls of one picture.
 const DRAWN: usize = 32;
 
 /// The longest line that is looked at: the library writes none of more than PIPE_BUF bytes.
 const LONGEST: u64 = 8192;
 
-/// Reads a log or a capture to its end. Where its lines are in the order of their times none is kept. `start`: where it begins, if one
-/// can go back there; where one cannot they are kept until they can be put in order.
+/// Reads a log or a capture to its end. If its lines are in the order of their times, no line is kept. `start`: where the
+/// input begins, if it can be read again from there; if it cannot, lines are kept until they can be put in order.
 ///
 /// # Errors
-/// Of the file.
+/// Those of reading the file.
 fn read<R: BufRead + Seek>(mut input: R, start: Option<u64>, wanted: Wanted) -> io::Result<Trace> {
     if let Some(start) = start {
         let mut reader = Reader::new(wanted);
@@ -216,7 +219,7 @@ fn read<R: BufRead + Seek>(mut input: R, start: Option<u64>, wanted: Wanted) -> 
     Ok(told.map_or_else(Trace::default, |told| told.of(trace)))
 }
 
-/// What is told of a log as a whole.
+/// What is known of a log as a whole.
 struct Told {
     is_capture: bool,
     count: u64,
@@ -229,10 +232,10 @@ impl Told {
     }
 }
 
-/// Each line of a log, or of what a capture tells, as long as `take` says that it shall go on. `None`: it was not to.
+/// Gives `take` each line of a log, or of what a capture tells, as long as it returns true. `None`: it has returned false.
 ///
 /// # Errors
-/// Of the file.
+/// Those of reading the file.
 fn lines(mut input: impl BufRead, mut take: impl FnMut(Line) -> bool) -> io::Result<Option<Told>> {
     if capture::packets::is_capture(input.fill_buf()?) {
         let packets = capture::read(input, take)?;

@@ -1,4 +1,4 @@
-//! RDMA devices as the kernel describes them in sysfs. Whether the library can use one, the library says.
+//! RDMA devices as the kernel describes them in sysfs. Only the library can say whether it can use one.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -17,7 +17,7 @@ pub struct Device {
     pub ports: Vec<Port>,
 }
 
-/// A port of it.
+/// A port of a device.
 #[derive(Serialize)]
 pub struct Port {
     pub number: u32,
@@ -29,7 +29,7 @@ pub struct Port {
     pub addresses: Vec<IpAddr>,
 }
 
-/// Those of this machine.
+/// The devices of this machine.
 pub fn all() -> Vec<Device> {
     under(Path::new("/sys/class/infiniband"))
 }

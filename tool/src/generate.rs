@@ -47,7 +47,7 @@ fn generate(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// What a shell offers of a command: what is hidden from who reads the help is hidden there too.
+/// What a shell offers of a command: what the help hides is hidden there too.
 fn offered(command: &clap::Command) -> clap::Command {
     let mut offered = clap::Command::new(command.get_name().to_owned())
         .args(command.get_arguments().filter(|argument| !argument.is_hide_set()).cloned())
@@ -72,7 +72,7 @@ fn page(command: clap::Command) -> io::Result<Vec<u8>> {
     let mut text = Vec::new();
     page.render(&mut text)?;
     let text = String::from_utf8_lossy(&text);
-    // What stands behind the options is notes, and the last of them the exit status.
+    // The text after the options is notes, and the last of them is the exit status.
     let mut text =
         text.replace("\n.br\n\n.br\n", "\n.br\n").replace(".SH EXTRA\nExit status: ", ".SH EXIT STATUS\n");
     text = text.replace(".SH EXTRA", ".SH NOTES").replace("\n\nExit status: ", "\n.SH EXIT STATUS\n");
@@ -84,7 +84,7 @@ fn page(command: clap::Command) -> io::Result<Vec<u8>> {
     Ok(text.into_bytes())
 }
 
-/// `rpcrdma run` is described here too; and its date is that of all pages.
+/// The page that describes `rpcrdma run` too; all pages have its date.
 const DATED: &str = include_str!("../../docs/rpcrdma-run.1");
 
 const SEE: &str = "\\fBrpcrdma\\fR(1), \\fBrpcrdma\\-run\\fR(1), \\fBrpcrdma.conf\\fR(5), \\fBrpcrdma\\-bindings\\fR(5), \

@@ -1,4 +1,4 @@
-//! `rpcrdma info`: whether RPC over RDMA works here, how, and what is in the way. One report, printed as text or as JSON.
+//! `rpcrdma info`: says whether RPC over RDMA works here, how, and what prevents it. One report, printed as text or as JSON.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -25,7 +25,7 @@ pub struct Args {
     /// Says what would be used towards HOST, and what is registered there.
     #[arg(value_hint = ValueHint::Hostname)]
     host: Option<String>,
-    /// One JSON document in place of the text.
+    /// Prints one JSON document instead of the text.
     #[arg(long)]
     json: bool,
 }
@@ -58,7 +58,7 @@ struct Library {
     path: Option<String>,
     /// The names in LD_PRELOAD that are this library's.
     preload: Vec<String>,
-    /// Where the loader finds it by its name.
+    /// Where the loader finds the library by its name.
     loader: Option<String>,
 }
 
@@ -82,7 +82,7 @@ struct Bindings {
 struct Kind {
     name: &'static str,
     title: &'static str,
-    /// Why this process cannot use one.
+    /// Why this process cannot use such a device.
     unusable: Option<String>,
     /// What a first connection would lack.
     lacks: Option<String>,
@@ -92,7 +92,7 @@ struct Kind {
 struct Towards {
     host: String,
     address: Option<SocketAddr>,
-    /// The word for the device that would be used.
+    /// The name of the device that would be used.
     used: Option<&'static str>,
     tried: Vec<Tried>,
 }
@@ -101,7 +101,7 @@ struct Towards {
 struct Tried {
     name: &'static str,
     title: &'static str,
-    /// What of it leads there.
+    /// Which device of that kind leads there.
     by: Option<String>,
     why_not: Option<String>,
 }
@@ -109,7 +109,7 @@ struct Tried {
 #[derive(Serialize)]
 struct Locked {
     limit: Option<usize>,
-    /// What buffers of connections may take of it.
+    /// How much of it the buffers of connections may take.
     buffers: Option<usize>,
     /// This process may lock more than its limit.
     privileged: bool,
@@ -149,7 +149,7 @@ fn look(to: Option<&str>) -> Report {
         set.errors.iter().map(|error| format!("{error}; until that is fixed nothing goes over rdma")),
     );
     library::forget_name();
-    // A process reads its settings once; where they are not understood, what is understood of them.
+    // A process reads its settings once; if some are not understood, it uses the rest.
     let config = config::understood();
 
     let devices = devices::all();
@@ -241,10 +241,10 @@ fn look_at_library(problems: &mut Vec<String>) -> Library {
 
 fn look_towards(name: &str, config: &config::Config, problems: &mut Vec<String>) -> Towards {
     let mut towards = Towards { host: name.to_owned(), address: None, used: None, tried: Vec::new() };
-    // Of a host with both the first is IPv4, as for netid rdma.
+    // If a host has both, IPv4 comes first, as for netid rdma.
     let found = (name, 0).to_socket_addrs().map(|found| found.min_by_key(SocketAddr::is_ipv6));
     let Ok(Some(to)) = found else {
-        // What asks rpcbind has said why.
+        // The code that asks rpcbind has already said why.
         return towards;
     };
     towards.address = Some(to);
@@ -300,7 +300,7 @@ fn look_at_rpcbind(to: Option<&str>) -> Rpcbind {
     }
 }
 
-/// Those that matter here.
+/// The netids that matter here.
 const NETIDS: [&str; 3] = ["rdma", "rdma6", "tcp"];
 
 fn system() -> System {
@@ -313,7 +313,7 @@ fn system() -> System {
     }
 }
 
-/// The soft limit, as /proc has it.
+/// The soft limit, from /proc.
 fn descriptors() -> Option<String> {
     let limits = fs::read_to_string("/proc/self/limits").ok()?;
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;

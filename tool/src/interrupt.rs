@@ -1,13 +1,13 @@
-//! Ctrl-C as an event: waited for by a thread of its own, so that what it ends need not look for it.
+//! Ctrl-C as an event: a thread of its own waits for it, so that what it ends need not look for it.
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
 use std::ptr::null_mut;
 use std::thread;
 
-/// Runs `then` in another thread when SIGINT, SIGTERM or SIGHUP comes; it is to end the process, or to see to its end. It is given
-/// the status that the signal asks for. Threads and processes that are made later are not interrupted by them either. A second
-/// one ends the process at once: `then` may wait for a reader that does not read.
+/// Runs `then` in another thread when SIGINT, SIGTERM or SIGHUP comes; `then` must end the process, or see to its end. It is
+/// given the status that the signal asks for. Threads and processes that are made later are not interrupted by these signals
+/// either. A second signal ends the process at once: `then` may be waiting for a reader that does not read.
 pub fn on(then: impl FnOnce(i32) + Send + 'static) -> std::io::Result<()> {
     let mut set = MaybeUninit::uninit();
     // SAFETY: `set` may be written.
@@ -23,7 +23,8 @@ pub fn on(then: impl FnOnce(i32) + Send + 'static) -> std::io::Result<()> {
     thread::Builder::new().spawn(move || {
         let next = || {
             let mut which = 0;
-            // SAFETY: an initialised set of signals that this thread blocks, as it inherits, and a number that may be written.
+            // SAFETY: an initialised set of signals, which this thread has inherited as blocked, and a number that may be
+            // written.
             while unsafe { libc::sigwait(&set, &mut which) } != 0 {}
             which
         };

@@ -1,21 +1,21 @@
-//! The library that a program would get: `rpcrdma-run` knows, and is asked.
+//! The library that a program would get: `rpcrdma-run` knows it, and is asked.
 
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A word to `rpcrdma-run`, not a setting: the library would call it a misspelt one.
+/// A variable for `rpcrdma-run`, not a setting: the library would report it as a misspelt setting.
 pub const NAMED: &str = "RPCRDMA_LIB";
 
-/// The environment as a program would have it that `rpcrdma-run` runs.
+/// The environment of a program that `rpcrdma-run` runs.
 pub fn environment() -> impl Iterator<Item = (OsString, OsString)> {
     env::vars_os().filter(|(name, _)| name != NAMED)
 }
 
-/// Takes that word out of this process's own environment, for what the library does in it.
+/// Removes that variable from this process's own environment, for the library's part in this process.
 ///
-/// Before there is another thread.
+/// To be called before there is another thread.
 #[allow(unsafe_code)]
 pub fn forget_name() {
     // SAFETY: no other thread runs yet, so nobody reads the environment meanwhile.

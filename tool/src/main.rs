@@ -1,8 +1,8 @@
-//! `rpcrdma`: one command for who installs, watches and measures RPC over RDMA.
+//! `rpcrdma`: one command for those who install, watch and measure RPC over RDMA.
 //!
-//! Each subcommand is a file of its own with its arguments, `Args`, and `run`, which gives the exit status. Output for people
-//! goes to stdout, what is wrong to stderr as `rpcrdma COMMAND: text`; `--json` prints one JSON document in place of the
-//! former. Exit status: 0 all is well, 1 something is not as it should be, 2 the command line was wrong.
+//! Each subcommand is a file of its own with its arguments, `Args`, and `run`, which gives the exit status. Output for
+//! people goes to stdout, errors to stderr as `rpcrdma COMMAND: text`; `--json` prints one JSON document in place of the
+//! output for people. Exit status: 0 all is well, 1 something is not as it should be, 2 the command line was wrong.
 
 use std::process::ExitCode;
 

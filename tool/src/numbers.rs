@@ -1,6 +1,6 @@
-//! Numbers for people: so many bytes, so long, in every table, line and picture alike.
+//! Numbers for people: sizes and times, alike in every table, line and picture.
 
-/// A number with its thousands apart.
+/// A number with its thousands separated.
 pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -13,7 +13,7 @@ pub fn grouped(number: u64) -> String {
     text
 }
 
-/// So many bytes, at most seven letters: "64K" as a command line has it, where that is exact; "70,064"; "1.5M".
+/// A number of bytes in at most seven characters: "64K", as on a command line, if that is exact; "70,064"; "1.5M".
 pub fn bytes(number: u64) -> String {
     const UNITS: [&str; 6] = ["K", "M", "G", "T", "P", "E"];
     let unit = |power: usize| 1u64 << (10 * power);

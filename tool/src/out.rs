@@ -1,4 +1,4 @@
-//! Standard output: what cannot be written is an error, also where nobody has opened it.
+//! Standard output: what cannot be written is an error, even if standard output was never opened.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -10,13 +10,13 @@ use serde::Serialize;
 
 use crate::words;
 
-/// As `println!`, which would panic where nothing can be written any more, on a full disk say.
+/// Like `println!`, which would panic when nothing more can be written, for example on a full disk.
 macro_rules! say {
     ($($what:tt)*) => { $crate::out::line(format_args!($($what)*)) };
 }
 pub(crate) use say;
 
-/// As `eprintln!`, which would panic where nothing can be written any more: the exit status says it all the same.
+/// Like `eprintln!`, which would panic when nothing more can be written: the exit status tells all the same.
 macro_rules! complain {
     ($($what:tt)*) => { $crate::out::complaint(format_args!($($what)*)) };
 }
@@ -26,7 +26,7 @@ pub fn complaint(text: fmt::Arguments) {
     let _ = writeln!(io::stderr(), "{text}");
 }
 
-/// Standard output, which errors name. In place of the standard library's, which takes /dev/null for one that is closed.
+/// Standard output, named in its errors. It replaces the standard library's, which uses /dev/null for one that is closed.
 pub struct Out(StdoutLock<'static>);
 
 pub fn stdout() -> Out {
@@ -50,10 +50,10 @@ fn named(error: io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("standard output: {}", words::reason(&error)))
 }
 
-/// Writes a document, on lines of its own or in one.
+/// Writes a document, on several lines or on one.
 ///
 /// # Errors
-/// Of standard output.
+/// Those of standard output.
 pub fn json(document: &impl Serialize, on_lines: bool) -> io::Result<()> {
     let mut out = Plain(BufWriter::new(stdout()));
     let written = match on_lines {
@@ -65,13 +65,13 @@ pub fn json(document: &impl Serialize, on_lines: bool) -> io::Result<()> {
     out.flush()
 }
 
-/// JSON in which nothing stands as it is that a terminal would obey: the format itself asks for escapes of the first 32 characters
-/// only.
+/// JSON in which everything that a terminal would obey is escaped: the format itself requires that of the first 32
+/// characters only.
 struct Plain<W>(W);
 
 impl<W: Write> Write for Plain<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // What is written is whole strings, or digits and brackets; and newlines between them.
+        // Each write is a whole string, or digits and brackets, or newlines between them.
         match std::str::from_utf8(bytes) {
             Ok(text) if bytes.iter().any(|byte| *byte >= 0x7f) => {
                 for c in text.chars() {
@@ -96,14 +96,14 @@ impl<W: Write> Write for Plain<W> {
     }
 }
 
-/// Writes a line. Where that fails this program ends: as any other one whose reader has gone, or with a word.
+/// Writes a line. If that fails this program ends: like any other one if its reader has gone, else with a message.
 pub fn line(text: fmt::Arguments) {
     if let Err(error) = writeln!(stdout(), "{text}") {
         failed(&error);
     }
 }
 
-/// What clap says: help and the version on standard output, what is wrong with the arguments on standard error.
+/// Prints what clap says: help and the version on standard output, what is wrong with the arguments on standard error.
 pub fn of_clap(said: &clap::Error) -> ExitCode {
     if said.use_stderr() {
         let _ = said.print();
@@ -121,7 +121,7 @@ pub fn of_clap(said: &clap::Error) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// The same, as [`line`] ends this program where that fails.
+/// The same, but if that fails it ends this program as [`line`] does.
 pub fn document(document: &impl Serialize) {
     if let Err(error) = json(document, true) {
         failed(&error);
@@ -138,11 +138,11 @@ fn failed(error: &io::Error) -> ! {
     process::exit(1)
 }
 
-/// SIGPIPE, which Rust ignores: a reader that has gone ends this program as any other one.
+/// Restores SIGPIPE, which Rust ignores: a reader that has gone ends this program like any other one.
 ///
-/// Not where libtirpc writes to sockets: a peer that has gone would end it too.
+/// Not to be used while libtirpc writes to sockets: a peer that has gone would end this program too.
 pub fn restore_sigpipe() {
-    // SAFETY: the default action is no function of ours.
+    // SAFETY: the default action is not a function of ours.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
 }
 
@@ -150,7 +150,7 @@ pub fn restore_sigpipe() {
 static CLOSED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn look() {
-    // SAFETY: asks for the flags of a descriptor, which need not be there.
+    // SAFETY: asks for the flags of a descriptor, which need not exist.
     let flags = unsafe { libc::fcntl(libc::STDOUT_FILENO, libc::F_GETFD) };
     CLOSED.store(flags == -1, Relaxed);
 }

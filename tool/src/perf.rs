@@ -1,8 +1,8 @@
-//! `rpcrdma perf`: calls over tcp, as stock libtirpc makes them, against the same over rdma, in one run.
+//! `rpcrdma perf`: compares calls over tcp, as stock libtirpc makes them, with the same calls over rdma, in one run.
 //!
-//! One server answers to both on one port, as a moved one does (RPCRDMA_REDIRECT): a process of ours on this host, or somebody's
-//! `rpcrdma perf --serve`. In each round each row is measured over both, one after the other, so that whatever else happens on
-//! the machine hits both; the figures are the medians of the rounds.
+//! One server answers both on one port, as a moved one does (RPCRDMA_REDIRECT): a process of ours on this host, or
+//! somebody's `rpcrdma perf --serve`. In each round each row is measured over both, one after the other, so that whatever
+//! else happens on the machine affects both; the figures are the medians of the rounds.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, IsTerminal, Write};
@@ -35,14 +35,14 @@ mod measure;
 use figures::{Figures, Latency, Measured, Row, Totals, Way};
 use measure::{Call, Case, Sample, measure, median};
 
-/// Measures calls over rdma against the same over tcp.
+/// Compares calls over rdma with the same calls over tcp.
 ///
-/// Null calls, and calls that write or read so many bytes, by one thread and by several, each with a connection of its own. tcp
-/// is stock libtirpc; rdma is the same program with netid rdma. Both are measured in one run, in turn, and the table shows
-/// the medians of the rounds. Contents are looked at: a call that brings anything else ends the run.
+/// Measures null calls, and calls that write or read data of several sizes, by one thread and by several, each with a
+/// connection of its own. tcp is stock libtirpc; rdma is the same program with netid rdma. Both are measured in one run, in
+/// turn, and the table shows the medians of the rounds. Contents are checked: a call that brings anything else ends the run.
 ///
-/// Without HOST a server is started on this host for as long as it takes; the two share memory then, unless --device says
-/// otherwise. Between two hosts, `rpcrdma perf --serve` is started at one and `rpcrdma perf HOST` at the other. No rpcbind is
+/// Without HOST a server is started on this host for the time of the run; the two then share memory, unless --device says
+/// otherwise. Between two hosts, start `rpcrdma perf --serve` on one and `rpcrdma perf HOST` on the other. No rpcbind is
 /// needed.
 #[derive(clap::Args)]
 #[command(after_long_help = HELP)]
@@ -50,14 +50,14 @@ pub struct Args {
     /// Where `rpcrdma perf --serve` runs.
     #[arg(conflicts_with_all = ["serve", "draw"], value_hint = ValueHint::Hostname)]
     host: Option<String>,
-    /// Serves until it is ended. Whoever reaches the port may make calls; no call makes it take more memory than the largest of
-    /// --sizes, and nothing of what it is sent is kept.
+    /// Serves until it is stopped. Anyone who can reach the port may make calls; no call makes it take more memory than the
+    /// largest of --sizes, and nothing that it is sent is kept.
     #[arg(long, conflicts_with = "draw")]
     serve: bool,
     /// With --serve: the address to serve at.
     #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED), requires = "serve")]
     listen: IpAddr,
-    /// TCP port of the server, which answers to tcp and to rdma there; with --serve 0 takes any, and says which.
+    /// TCP port of the server, which answers both tcp and rdma there; with --serve, 0 takes any free port and says which.
     #[arg(short, long, default_value_t = 20490)]
     port: u16,
     /// RPC program number of the benchmark.
@@ -66,17 +66,17 @@ pub struct Args {
     /// Bytes of data, with K or M; 0 for null calls.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "0,4K,64K,1M,16M", value_parser = size)]
     sizes: Vec<u32>,
-    /// Numbers of threads that call at a time.
+    /// Numbers of threads that make calls at the same time.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,4", value_parser = clap::value_parser!(u32).range(1..=256))]
     threads: Vec<u32>,
-    /// Time for each row over each of tcp and rdma, all rounds together.
+    /// Seconds for each row over each of tcp and rdma, all rounds together.
     #[arg(long, value_name = "N", default_value_t = 1.0, value_parser = seconds)]
     seconds: f64,
-    /// Rounds, whose median counts.
+    /// Number of rounds, whose median counts.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
-    /// What rdma goes over: adapters (verbs), memory shared within one host (local), software iWARP (iwarp), or what fits
-    /// (auto). A server that somebody has started has to allow it.
+    /// What rdma goes over: adapters (verbs), memory shared within one host (local), software iWARP (iwarp), or whichever
+    /// fits (auto). A server that somebody else has started has to allow it.
     #[arg(long, value_name = "DEVICE", value_parser = ["auto", "verbs", "local", "iwarp"])]
     device: Option<String>,
     /// Prints the figures as one JSON document.
@@ -85,7 +85,7 @@ pub struct Args {
     /// Draws the figures too.
     #[arg(long, value_name = "FILE", conflicts_with = "serve", value_hint = ValueHint::FilePath)]
     svg: Option<PathBuf>,
-    /// Measures nothing, and takes the figures of a JSON document that --json has printed.
+    /// Measures nothing, and uses the figures of a JSON document that --json has printed.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     draw: Option<PathBuf>,
     /// The server of another rpcrdma perf, which it ends with.
@@ -133,7 +133,7 @@ fn seconds(text: &str) -> Result<f64, String> {
 
 pub fn run(args: &Args) -> ExitCode {
     library::forget_name();
-    // Not after a long run.
+    // Now, and not only after a long run.
     let writable = args.svg.as_deref().map_or(Ok(()), |file| {
         can_be_saved(file).map_err(|error| format!("{}: {}", file.display(), words::reason(&error)))
     });
@@ -165,7 +165,7 @@ fn draw_again(args: &Args, file: &PathBuf) -> Result<ExitCode, String> {
 }
 
 fn show(args: &Args, figures: &Figures) -> Result<(), String> {
-    // No call is made any more.
+    // No more calls are made.
     out::restore_sigpipe();
     let mut out = out::stdout();
     let written = if args.json {
@@ -196,11 +196,12 @@ fn serve(args: &Args) -> Result<ExitCode, String> {
     if let Some(device) = &args.device {
         rpc::set_variable("RPCRDMA_PROVIDER", device);
     }
-    // One port for both, which no firewall need know twice. What this network is, who starts it knows.
+    // One port for both, so that a firewall needs one rule only. Whoever starts the server knows whether this network is to
+    // be trusted.
     rpc::set_variable("RPCRDMA_REDIRECT", "tcp");
     rpc::set_variable("RPCRDMA_REDIRECT_PROGRAMS", "all");
     rpc::set_variable("RPCRDMA_REDIRECT_ADAPTERS", "yes");
-    // A call has a header beside its data. Several may wait for their turn, but never many of the longest.
+    // A call has a header besides its data. Several may wait for their turn, but never many of the longest.
     let call = (u64::from(largest) + 4096).next_multiple_of(1024);
     rpc::set_variable("RPCRDMA_MAX_CALL", &call.to_string());
     rpc::set_variable("RPCRDMA_MAX_PULLED", &(4 * call).clamp(1 << 20, 1 << 30).to_string());
@@ -266,7 +267,8 @@ fn benchmark(args: &Args) -> Result<ExitCode, String> {
     if let Some(device) = &args.device {
         rpc::set_variable("RPCRDMA_PROVIDER", device);
     }
-    // Else what is to be stock could be moved. Servers alone are moved from udp; an empty list would leave it to the file.
+    // Otherwise what should be stock could be moved. Only servers are moved from udp; an empty list would leave the choice
+    // to the file.
     rpc::set_variable("RPCRDMA_REDIRECT", "udp");
     let largest = args.sizes.iter().copied().max().unwrap_or(0);
     if u64::from(largest) + 8 > DEFAULT_MAX_REPLY && std::env::var_os("RPCRDMA_MAX_REPLY").is_none() {
@@ -282,7 +284,7 @@ fn benchmark(args: &Args) -> Result<ExitCode, String> {
             (None, found.map_err(|error| format!("{host}: {}", words::reason(&error)))?.collect())
         }
     };
-    // After the server is started, which would not be reached by the signals either.
+    // After the server is started, since the signals would not reach it either.
     let stop = Stop::on_signals()?;
     let (address, control) = reach(&addresses, args)?;
     let status = control.status()?;
@@ -321,8 +323,8 @@ fn benchmark(args: &Args) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What a signal does. While nothing is measured it ends the process; then it ends the measurement, of which the figures are
-/// shown. A server that is silent is not waited for.
+/// What a signal does. While nothing is measured yet it ends the process. After that it ends the measurement, whose figures
+/// are shown. A silent server is not waited for.
 #[derive(Clone)]
 struct Stop {
     asked: Arc<AtomicBool>,
@@ -390,7 +392,7 @@ struct Run {
     control: Client,
     pattern: Box<[u8]>,
     cases: Vec<Case>,
-    /// By case and way.
+    /// Samples by case and way.
     samples: BTreeMap<(usize, usize), Vec<Sample>>,
 }
 
@@ -401,7 +403,7 @@ impl Run {
         let bar = progress(steps);
         for round in 0..args.rounds as usize {
             for (at, &case) in self.cases.iter().enumerate() {
-                // Whoever comes second finds other caches.
+                // Whichever is measured second finds the caches in another state.
                 for turn in 0..2 {
                     let way = (turn + round + at) % 2;
                     let (name, clients) = &self.ways[way];
@@ -415,7 +417,7 @@ impl Run {
                     let found = found.map_err(|error| {
                         format!("{} of {} bytes over {name}: {error}", case.call.name(), case.bytes)
                     });
-                    // A call that has failed since is one that was not to be waited for.
+                    // A call that has failed since the stop is one that was not to be waited for.
                     let found = if stopped.load(Relaxed) { Ok(None) } else { found };
                     match found {
                         Ok(Some(sample)) => self.samples.entry((at, way)).or_default().push(sample),

@@ -1,6 +1,6 @@
 //! Pictures: an SVG of lines, boxes, arrows and words on white, which any viewer shows with its own sans-serif font.
 //!
-//! Knows nothing of what is drawn. Words are estimated, not measured: [`width`] is on the safe side.
+//! It knows nothing of what is drawn. The width of words is estimated, not measured: [`width`] is on the safe side.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -25,7 +25,7 @@ pub mod colour {
     pub const RED: &str = "#b3261e";
 }
 
-/// Where words stand from their point.
+/// Where words stand relative to their point.
 #[derive(Clone, Copy)]
 pub enum Anchor {
     Start,
@@ -67,7 +67,7 @@ pub struct Picture {
 }
 
 impl Picture {
-    /// An empty one with what it shows in words, for who cannot see it.
+    /// An empty picture, with what it shows in words for those who cannot see it.
     pub fn new(width: f64, height: f64, title: &str) -> Picture {
         let document = Document::new()
             .set("viewBox", format!("0 0 {width:.0} {height:.0}"))
@@ -128,7 +128,7 @@ impl Picture {
         self.add(node);
     }
 
-    /// Level or sloping, with a head at its end.
+    /// A level or sloping arrow, with a head at its end.
     pub fn arrow(&mut self, from: (f64, f64), to: (f64, f64), colour: &str, thickness: f64, dashed: bool) {
         let (dx, dy) = (to.0 - from.0, to.1 - from.1);
         let length = dx.hypot(dy).max(1.0);
@@ -150,19 +150,19 @@ impl Picture {
     }
 }
 
-/// Whether a picture could be saved there, before what it shows is measured. What is there stays as it is, and what is not there
-/// is not there afterwards.
+/// Checks that a picture could be saved there, before what it shows is measured. An existing file stays as it is, and none
+/// is left behind where there was none.
 ///
 /// # Errors
-/// It could not.
+/// It could not be saved.
 pub fn can_be_saved(path: &Path) -> io::Result<()> {
     match fs::metadata(path) {
-        // A pipe would be waited for.
+        // Opening a pipe would wait.
         Ok(there) if there.file_type().is_fifo() => Ok(()),
         Ok(_) => OpenOptions::new().write(true).open(path).map(drop),
         Err(error) if error.kind() == io::ErrorKind::NotFound => match File::create_new(path) {
             Ok(_) => fs::remove_file(path),
-            // A link, whose target would be made.
+            // A link, whose target would be created.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
             Err(error) => Err(error),
         },

@@ -1,7 +1,7 @@
-//! `rpcrdma ping`: which transports a program at a host answers on, over which device, and how fast.
+//! `rpcrdma ping`: shows which transports a program at a host answers on, over which device, and how fast.
 //!
-//! Calls are made by a CLIENT as any program has one, so that what is measured and what is said when it fails is what a
-//! program would see. What the connection runs on the library tells.
+//! Calls are made with an ordinary CLIENT, so what is measured, and what is said when it fails, is what a program would see.
+//! The library tells what the connection runs on.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -30,26 +30,26 @@ pub struct Args {
     /// Name or address.
     #[arg(value_hint = ValueHint::Hostname)]
     host: String,
-    /// Number, or name of /etc/rpc. Without it: the first one that rpcbind at HOST has on the netid.
+    /// Number, or name in /etc/rpc. Without it: the first program that rpcbind at HOST has on the netid.
     program: Option<String>,
-    /// Without it: the highest one that there is.
+    /// Without it: the highest version that there is.
     version: Option<u32>,
-    /// Ends after so many calls.
+    /// Ends after this many calls.
     #[arg(short, long, value_parser = clap::value_parser!(u64).range(1..))]
     count: Option<u64>,
     /// Seconds from call to call.
     #[arg(short, long, default_value = "1", value_parser = seconds)]
     interval: Duration,
-    /// Seconds that an answer is waited for.
+    /// Seconds to wait for an answer.
     #[arg(short = 'W', long, default_value = "5", value_parser = seconds)]
     timeout: Duration,
-    /// The port of the program, in place of a question to rpcbind.
+    /// The port of the program, instead of asking rpcbind.
     #[arg(short, long, requires = "program", value_parser = clap::value_parser!(u16).range(1..))]
     port: Option<u16>,
-    /// How the calls go. Without it: rdma, or rdma6 where HOST has no IPv4 address.
+    /// What the calls go over. Without it: rdma, or rdma6 if HOST has no IPv4 address.
     #[arg(long, value_enum)]
     netid: Option<Netid>,
-    /// One JSON document at the end, in place of the lines.
+    /// Prints one JSON document at the end, instead of the lines.
     #[arg(long)]
     json: bool,
 }
@@ -112,7 +112,7 @@ fn ping(args: &Args) -> Result<bool, String> {
     let mut first = true;
     let mut next = Instant::now();
     loop {
-        // A connection that is lost is made anew by the library over rdma, and here over tcp.
+        // A lost connection is made anew: over rdma by the library, over tcp here.
         if caller.is_none() {
             caller = again
                 .wait(&target, target.netid, args.timeout)
@@ -141,7 +141,7 @@ fn ping(args: &Args) -> Result<bool, String> {
         }
         next += args.interval;
         let now = Instant::now();
-        // What took longer than the interval is not made up for.
+        // Calls that were missed because one took longer than the interval are not made up for.
         next = next.max(now);
         thread::sleep(next - now);
     }
@@ -155,15 +155,15 @@ fn locked(session: &Mutex<Session>) -> MutexGuard<'_, Session> {
 
 // ------------------------------------------------------------------------------------------------------- what is asked
 
-/// Whom calls go to.
+/// Where calls go.
 struct Target {
     host: String,
     netid: Netid,
     program: u32,
     version: u32,
-    /// Others that rpcbind has there.
+    /// Other programs that rpcbind has there.
     others: Vec<u32>,
-    /// Without a question to rpcbind.
+    /// The address, if rpcbind is not asked.
     at: Option<SocketAddr>,
 }
 
@@ -205,7 +205,7 @@ impl Target {
             Some(program) => program,
             None => there.first().ok_or_else(|| there.nothing(&host, netid, &rows))?,
         };
-        // What is not registered the look-up of the CLIENT explains, as to any program.
+        // If it is not registered, the CLIENT's look-up explains that, as to any program.
         let version = args.version.or_else(|| there.highest(program)).unwrap_or(1);
         let others = there.0.keys().copied().filter(|one| *one != program).collect();
         Ok(Target { host, netid, program, version, others, at: None })
@@ -215,7 +215,8 @@ impl Target {
         Attempt::default().wait(self, self.netid, args.timeout)
     }
 
-    /// The highest version of a program whose rpcbind is not asked: it is in the refusal of one that there is not.
+    /// The highest version of a program for which rpcbind is not asked: the refusal of a version that does not exist names
+    /// it.
     fn highest(&self, args: &Args) -> Result<u32, String> {
         match self.connect(args)?.null(args.timeout) {
             Ok(()) => Ok(self.version),
@@ -224,12 +225,12 @@ impl Target {
         }
     }
 
-    /// Whether the same program answers over tcp too: where, or why not.
+    /// Whether the same program answers over tcp too. Returns where, or why not.
     fn tcp_beside(&self, args: &Args) -> Option<Result<SocketAddr, String>> {
         if self.netid == Netid::Tcp {
             return None;
         }
-        // libtirpc takes tcp for both families.
+        // libtirpc uses tcp for both families.
         Some(Attempt::default().wait(self, Netid::Tcp, args.timeout).and_then(|caller| {
             caller.null(args.timeout).map_err(|failed| failed.text)?;
             caller.address().ok_or_else(|| "its address is not known".to_owned())
@@ -237,13 +238,13 @@ impl Target {
     }
 }
 
-/// A connection that is being made, in a thread of its own: a peer that takes it and is silent then is given longer by the library
-/// and by libtirpc than the user may wish.
+/// A connection that is being made, in a thread of its own: the library and libtirpc wait longer for a peer that accepts it
+/// and is then silent than the user may wish.
 #[derive(Default)]
 struct Attempt(Option<mpsc::Receiver<Result<Caller, String>>>);
 
 impl Attempt {
-    /// Waits for what is under way, or else begins. It goes on after the time.
+    /// Waits for the attempt under way, or else begins one. The attempt goes on after the timeout.
     fn wait(&mut self, target: &Target, netid: Netid, timeout: Duration) -> Result<Caller, String> {
         let outcome = match self.0.take() {
             Some(outcome) => outcome,
@@ -272,7 +273,7 @@ impl Attempt {
                 Some(at) => Caller::at(at, &host, netid, program, version),
                 None => Caller::of(&host, netid, program, version, timeout),
             };
-            // Where nobody waits for it any more it is destroyed.
+            // If nobody waits for the connection any more, it is destroyed.
             let _ = done.send(made.map_err(|error| error.to_string()));
         };
         thread::Builder::new().spawn(connect).map_err(|error| format!("no thread: {error}"))?;
@@ -303,7 +304,7 @@ impl Versions {
         self.0.get(&program).and_then(|versions| versions.last()).copied()
     }
 
-    /// What to say where nothing is registered.
+    /// What to say if nothing is registered.
     fn nothing(&self, host: &str, netid: Netid, rows: &[Row]) -> String {
         let tcp = Versions::of(rows, "tcp");
         let names: Vec<String> = tcp.0.keys().map(|program| programs::described(*program)).collect();
@@ -333,7 +334,7 @@ struct Session {
     started: Instant,
 }
 
-/// What the summary is made of, in the same room for one answer and for those of a year.
+/// What the summary is made of. It takes the same room for one answer as for those of a year.
 #[derive(Default)]
 struct RoundTrips {
     /// For the median.
@@ -343,7 +344,7 @@ struct RoundTrips {
     min: f64,
     max: f64,
     avg: f64,
-    /// The squares of what each differs from the mean by: summed up as Welford does, for a sum of squares would lose what matters.
+    /// The sum of the squared differences from the mean, by Welford's method: a plain sum of squares would lose precision.
     squares: f64,
 }
 
@@ -485,7 +486,7 @@ impl Session {
     }
 
     fn say(&mut self, line: &str, error: String) {
-        // Of a server that is away for a night the last ones do.
+        // For a server that is away for a night, the latest ones are enough.
         const MOST: usize = 100;
         if self.document.errors.len() == MOST {
             self.document.errors.remove(0);
@@ -500,7 +501,7 @@ impl Session {
         self.sent + self.unsent
     }
 
-    /// The summary. Whether there was an answer.
+    /// Shows the summary. Returns whether there was an answer.
     fn end(&mut self) -> bool {
         let (sent, answered) = (self.sent, self.times.count);
         let lost = sent - answered.min(sent);

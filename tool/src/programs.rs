@@ -70,7 +70,7 @@ const PERF: &[&str] = &["NULL", "WRITE", "READ", "STATUS"];
 const NFS_ACL: &[&str] = &["NULL", "GETACL", "SETACL", "GETATTR", "ACCESS"];
 
 impl Programs {
-    /// Those of this system.
+    /// The names of this system.
     pub fn read() -> Programs {
         Programs::of(&table())
     }
@@ -88,7 +88,7 @@ impl Programs {
     pub fn program(&self, number: u32) -> String {
         match self.0.get(&number) {
             Some(name) => name.clone(),
-            // Numbers that users choose are written so (RFC 5531 §8.4).
+            // Numbers that users choose are written in hexadecimal (RFC 5531 §8.4).
             None if number >= 0x2000_0000 => format!("{number:#x}"),
             None => number.to_string(),
         }
@@ -123,7 +123,7 @@ impl Programs {
     }
 }
 
-/// The number that somebody has written: decimal, hexadecimal with 0x, or a name of /etc/rpc.
+/// The number of a program as the user has written it: decimal, hexadecimal with 0x, or a name in /etc/rpc.
 pub fn number(word: &str) -> Result<u32, String> {
     let number = match word.strip_prefix("0x") {
         Some(hex) if !hex.starts_with('+') => u32::from_str_radix(hex, 16).ok(),
@@ -136,7 +136,7 @@ pub fn number(word: &str) -> Result<u32, String> {
     number.ok_or_else(|| format!("{word:?}: no number of a program"))
 }
 
-/// The name of a program, where it has one.
+/// The name of a program, if it has one.
 pub fn name(program: u32) -> Option<String> {
     let table = table();
     let line = lines(&table).find(|(_, number, _)| *number == program);

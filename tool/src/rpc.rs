@@ -1,13 +1,13 @@
-//! The benchmark's program over libtirpc, both ends: all the C of `rpcrdma perf`.
+//! The benchmark's program over libtirpc, both ends: all of the C interface of `rpcrdma perf`.
 //!
 //! ```text
 //! 0 NULL                              3 STATUS: largest, nanoseconds of processor time, counters
 //! 1 WRITE(seed, data) -> length       2 READ(seed, length) -> data
 //! ```
 //!
-//! The functions called are those that a program without a word of this library calls; netid "rdma" makes the difference. Data
-//! is what [`pattern`] says, from an offset on that `seed` gives, so that what was left there by an earlier call is not
-//! mistaken for it.
+//! The functions called are those that a program which knows nothing of this library calls; netid "rdma" makes the
+//! difference. Data comes from [`pattern`], from an offset on that `seed` gives, so that the leftovers of an earlier call
+//! are not mistaken for it.
 //!
 //! # Invariants
 //! - A server takes and gives at most [`Server::largest`] bytes in a call, in memory that it has from the beginning.
@@ -26,7 +26,7 @@ use rpcrdma::tool::rpc::{
 };
 use rustix::time::{ClockId, clock_gettime};
 
-/// In the range that nobody assigns (RFC 5531 §8.4).
+/// In the range that is not assigned (RFC 5531 §8.4).
 pub const PROGRAM: u32 = 0x2000_5045;
 const VERSION: u32 = 1;
 
@@ -35,7 +35,7 @@ const WRITE: u32 = 1;
 const READ: u32 = 2;
 const STATUS: u32 = 3;
 
-/// Bytes that data of so many bytes is cut from, by any seed.
+/// The bytes that data of up to `largest` bytes is taken from, with any seed.
 pub fn pattern(largest: usize) -> Box<[u8]> {
     (0..largest + OFFSETS * 8).map(|at| (at * 167 + (at >> 8) * 13 + (at >> 16) * 7) as u8).collect()
 }
@@ -46,7 +46,7 @@ pub fn data(pattern: &[u8], seed: u32, length: usize) -> &[u8] {
     &pattern[from..from + length]
 }
 
-/// Whether data is what it has to be: each byte of it, or one of each page and the last one.
+/// Whether data is what it has to be. Checks each byte, or one of each page and the last one.
 pub fn is_right(pattern: &[u8], seed: u32, found: &[u8], each: bool) -> bool {
     let wanted = data(pattern, seed, found.len());
     if each || found.is_empty() {
@@ -59,9 +59,9 @@ pub fn is_right(pattern: &[u8], seed: u32, found: &[u8], each: bool) -> bool {
 const OFFSETS: usize = 31;
 const PAGE: usize = 4096;
 
-/// Of this bit of a seed the server is told to look at each byte.
+/// This bit of a seed tells the server to check each byte.
 pub const EACH: u32 = 1 << 31;
-/// What a WRITE is answered whose data is not right.
+/// The answer to a WRITE whose data is wrong.
 const WRONG: u32 = u32::MAX;
 
 /// Sets a variable for the library in this process, which reads it with its first call.
@@ -109,12 +109,12 @@ impl Client {
         caller.map(Client).map_err(|error| error.text().to_owned())
     }
 
-    /// What it runs on, if that is RDMA.
+    /// What the connection runs on, if that is RDMA.
     pub fn device(&self) -> Option<String> {
         self.0.agreed().map(|agreed| agreed.text)
     }
 
-    /// The descriptor that it is known by: see [`hang_up`].
+    /// The connection's descriptor, for [`hang_up`].
     pub fn socket(&self) -> Option<RawFd> {
         self.0.fd()
     }
@@ -127,10 +127,10 @@ impl Client {
         self.call(NULL, Some(xdr_nothing), null_mut(), Some(xdr_nothing), null_mut())
     }
 
-    /// Sends data, which the server looks at.
+    /// Sends data, which the server checks.
     ///
     /// # Errors
-    /// Why it has failed; what came was something else.
+    /// Why it has failed, or that something else arrived.
     pub fn write(&self, seed: u32, data: &[u8]) -> Result<(), String> {
         let mut arguments =
             Data { seed, bytes: data.as_ptr().cast_mut().cast(), length: data.len() as u32, room: u32::MAX };
@@ -149,7 +149,7 @@ impl Client {
         }
     }
 
-    /// Fetches data. Whoever calls looks at it.
+    /// Fetches data. The caller checks it.
     ///
     /// # Errors
     /// Why it has failed.
@@ -170,7 +170,7 @@ impl Client {
         Ok(())
     }
 
-    /// Asks how the server is.
+    /// Asks for the server's status.
     ///
     /// # Errors
     /// Why it has failed.
@@ -193,15 +193,16 @@ impl Client {
         decode: XdrProc,
         results: *mut c_void,
     ) -> Result<(), String> {
-        // SAFETY: each procedure of XDR is for what it is given, as the callers above see to.
+        // SAFETY: each XDR procedure matches what it is given, as the callers above ensure.
         let done = unsafe { self.0.call(procedure, (encode, arguments), (decode, results), PATIENCE) };
         done.map_err(|failed| failed.text)
     }
 }
 
-/// Ends a connection, so that whoever waits for a reply there waits no longer. An adapter's has no socket, and is left alone.
+/// Ends a connection, so that whoever waits for a reply there waits no longer. A connection of an adapter has no socket, and
+/// is left alone.
 pub fn hang_up(socket: RawFd) {
-    // SAFETY: a number; where it names no socket that is an error, and nothing is done.
+    // SAFETY: a number; if it names no socket, this is an error and does nothing.
     unsafe { libc::shutdown(socket, libc::SHUT_RDWR) };
 }
 
@@ -233,14 +234,14 @@ struct Server {
     /// Most bytes of a call.
     largest: u32,
     pattern: Box<[u8]>,
-    /// Where written data lies.
+    /// Where written data is kept.
     room: Mutex<Box<[u8]>>,
 }
 
 static SERVER: OnceLock<Server> = OnceLock::new();
 
-/// Serves on a socket that listens, over whatever a client begins with there: the library must have been told to move tcp
-/// (RPCRDMA_REDIRECT). Returns when the loop has ended, which it does not by itself.
+/// Serves on a listening socket, over whatever transport a client begins with there: the library must have been told to move
+/// tcp (RPCRDMA_REDIRECT). Returns when the loop has ended, which it does not do by itself.
 ///
 /// # Errors
 /// Why not.
@@ -287,7 +288,7 @@ unsafe extern "C" fn dispatch(request: *mut svc_req, transport: *mut SVCXPRT) {
     }
 }
 
-/// `None`: the arguments are of no use.
+/// `None`: the arguments cannot be decoded.
 ///
 /// # Safety
 /// `transport` has a request of this procedure.
@@ -297,11 +298,11 @@ unsafe fn answer(server: &Server, procedure: u32, transport: *mut SVCXPRT) -> Op
     // SAFETY: a transport's operations are there as long as it is.
     let get = unsafe { (*operations).xp_getargs }?;
     let arguments = |procedure: XdrProc, place: *mut c_void| {
-        // SAFETY: the procedure is for what lies at the place.
+        // SAFETY: the procedure matches what lies at the place.
         (unsafe { get(transport, procedure, place) } != 0).then_some(())
     };
     let reply = |procedure: XdrProc, place: *mut c_void| {
-        // SAFETY: as above. Where it fails the connection is at its end.
+        // SAFETY: as above. If it fails, the connection is at its end.
         unsafe { svc_sendreply(transport, procedure, place) };
     };
     match procedure {
@@ -344,12 +345,12 @@ unsafe fn answer(server: &Server, procedure: u32, transport: *mut SVCXPRT) -> Op
 
 // ---- XDR ----------------------------------------------------------------------------------------------------------
 
-/// Data, of a WRITE with its seed.
+/// Data; for a WRITE, with its seed.
 struct Data {
     seed: u32,
     bytes: *mut c_char,
     length: c_uint,
-    /// Most bytes that may come to lie there.
+    /// Most bytes that there is room for.
     room: c_uint,
 }
 
@@ -372,12 +373,12 @@ unsafe extern "C-unwind" fn xdr_nothing(_: *mut XDR, _: *mut c_void) -> c_int {
 }
 
 unsafe extern "C-unwind" fn xdr_word(xdrs: *mut XDR, word: *mut c_void) -> c_int {
-    // SAFETY: who names this procedure gives a u32.
+    // SAFETY: whoever names this procedure gives a u32.
     unsafe { xdr_u_int(xdrs, word.cast()) }
 }
 
 unsafe extern "C-unwind" fn xdr_wanted(xdrs: *mut XDR, wanted: *mut c_void) -> c_int {
-    // SAFETY: who names this procedure gives a Wanted.
+    // SAFETY: whoever names this procedure gives a Wanted.
     let wanted = unsafe { &mut *wanted.cast::<Wanted>() };
     // SAFETY: a u32.
     if unsafe { xdr_u_int(xdrs, &mut wanted.seed) } == 0 {
@@ -388,7 +389,7 @@ unsafe extern "C-unwind" fn xdr_wanted(xdrs: *mut XDR, wanted: *mut c_void) -> c
 }
 
 unsafe extern "C-unwind" fn xdr_seeded(xdrs: *mut XDR, data: *mut c_void) -> c_int {
-    // SAFETY: who names this procedure gives a Data.
+    // SAFETY: whoever names this procedure gives a Data.
     let seed = unsafe { &mut (*data.cast::<Data>()).seed };
     // SAFETY: a u32.
     if unsafe { xdr_u_int(xdrs, seed) } == 0 {
@@ -399,14 +400,14 @@ unsafe extern "C-unwind" fn xdr_seeded(xdrs: *mut XDR, data: *mut c_void) -> c_i
 }
 
 unsafe extern "C-unwind" fn xdr_data(xdrs: *mut XDR, data: *mut c_void) -> c_int {
-    // SAFETY: who names this procedure gives a Data, with room for as many bytes as it says, or as it has.
+    // SAFETY: whoever names this procedure gives a Data, with room for as many bytes as it says, or as it has.
     let data = unsafe { &mut *data.cast::<Data>() };
     // SAFETY: the same.
     unsafe { xdr_bytes(xdrs, &mut data.bytes, &mut data.length, data.room) }
 }
 
 unsafe extern "C-unwind" fn xdr_numbers(xdrs: *mut XDR, numbers: *mut c_void) -> c_int {
-    // SAFETY: who names this procedure gives Numbers.
+    // SAFETY: whoever names this procedure gives Numbers.
     let numbers = unsafe { &mut *numbers.cast::<Numbers>() };
     let mut count = numbers.values.len() as u32;
     // SAFETY: a u32.

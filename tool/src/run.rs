@@ -1,4 +1,5 @@
-//! `rpcrdma run`: `rpcrdma-run`, under the name of a subcommand. What it looks at, and how it says what is wrong, is there.
+//! `rpcrdma run`: `rpcrdma-run` under the name of a subcommand. What it checks, and how it reports errors, is in that
+//! program.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -16,7 +17,8 @@ use crate::out::complain;
                         option. rpcrdma-run(1) describes what is looked at."
 )]
 pub struct Args {
-    /// Moves programs that ask for these transports: tcp, udp, tcp6, udp6, with commas between. As RPCRDMA_REDIRECT.
+    /// Moves programs that ask for these transports: tcp, udp, tcp6, udp6, separated by commas. The same as
+    /// RPCRDMA_REDIRECT.
     #[arg(long = "move", value_name = "LIST")]
     moved: Option<OsString>,
     /// The program and its arguments.
@@ -24,7 +26,7 @@ pub struct Args {
     program: Vec<OsString>,
 }
 
-/// As of `rpcrdma-run`.
+/// The same as for `rpcrdma-run`.
 const FAILED: u8 = 125;
 
 pub fn run(args: &Args) -> ExitCode {

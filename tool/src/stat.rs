@@ -1,4 +1,4 @@
-//! `rpcrdma stat`: what processes that use the library have done and do, as text, JSON, or for Prometheus.
+//! `rpcrdma stat`: shows what processes that use the library have done and are doing, as text, as JSON, or for Prometheus.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -19,17 +19,18 @@ use crate::words;
 
 /// Shows what processes that use the library do.
 ///
-/// Without arguments: which processes there are. Of one process: its counters, its connections, and how long the calls of each
-/// procedure took. With an INTERVAL: a line each time, of what was done in between, a second.
+/// Without arguments: which processes there are. For one process: its counters, its connections, and how long the calls of
+/// each procedure took. With an INTERVAL: a line each time, with what was done in between, per second.
 ///
-/// Counters are those of rpcrdma_stats_get, which rpcrdma.h describes. A connection has a row: END, whether this process has opened
-/// it (client) or accepted it (server); VER, the version of RPC-over-RDMA; CREDITS, how many are in use, of how many; CALLS and
-/// SERVED, calls made and requests answered; INLINE, bytes sent in messages; READ and WRITTEN, bytes moved by RDMA Reads and Writes
-/// of this process; PLACED, bytes that those of the peer have moved; WAITED, calls that had to wait for a credit; ERRORS, calls that
-/// the transport failed. A procedure has the number of its calls, their mean time, and the times that half of them, 99 of a hundred
-/// and 999 of a thousand took at most: at a client from the call to the reply, at a server from the moment when the program gets
-/// the request to the reply. Before calls that get no reply the library makes calls of procedure 0 by itself, for the credits that their
-/// replies bring: they are among the calls, and their time is not taken.
+/// Counters are those of rpcrdma_stats_get, which rpcrdma.h describes. Each connection has a row: END, whether this process
+/// has opened it (client) or accepted it (server); VER, the version of RPC-over-RDMA; CREDITS, how many are in use, of how
+/// many; CALLS and SERVED, calls made and requests answered; INLINE, bytes sent in messages; READ and WRITTEN, bytes moved
+/// by RDMA Reads and Writes of this process; PLACED, bytes moved by those of the peer; WAITED, calls that had to wait for a
+/// credit; ERRORS, calls that the transport failed. A procedure has the number of its calls, their mean time, and the times
+/// that half of them, 99 of a hundred and 999 of a thousand took at most: at a client from the call to the reply, at a
+/// server from the moment when the program gets the request to the reply. Before calls that get no reply the library makes
+/// calls of procedure 0 by itself, for the credits that their replies bring: these are counted among the calls, but not
+/// timed.
 #[derive(clap::Args)]
 #[command(
     override_usage = "rpcrdma stat [OPTIONS] [PID [INTERVAL [COUNT]]]\n       rpcrdma stat [OPTIONS] --all [INTERVAL [COUNT]]",
@@ -42,17 +43,17 @@ Exit status: 0 the figures are there; 1 a process cannot be watched, or has ende
 pub struct Args {
     /// The process.
     pid: Option<String>,
-    /// Seconds from line to line: each tells what was done in between, a second.
+    /// Seconds between lines: each line shows what was done in between, per second.
     interval: Option<String>,
-    /// So many lines, and no more.
+    /// How many lines to print.
     count: Option<String>,
     /// All processes that may be looked at.
     #[arg(short, long)]
     all: bool,
-    /// One JSON document; with an INTERVAL one a line.
+    /// Prints one JSON document; with an INTERVAL, one per line.
     #[arg(long, conflicts_with = "prometheus")]
     json: bool,
-    /// The text format of Prometheus, of one process or of all.
+    /// Prints the text format of Prometheus, for one process or for all.
     #[arg(long)]
     prometheus: bool,
 }
@@ -129,10 +130,10 @@ fn refused(pid: u32, why: &Refusal) -> io::Result<ExitCode> {
     Ok(ExitCode::FAILURE)
 }
 
-/// Where there is no process to show.
+/// The text if there is no process to show.
 const NOBODY: &str = "No process that may be looked at uses the library.";
 
-/// Which processes there are.
+/// Lists the processes that there are.
 fn list(as_json: bool) -> io::Result<ExitCode> {
     let Processes { watched, mut others, foreign } = watch::processes()?;
     let mut figures = Vec::new();
@@ -235,7 +236,7 @@ fn once(pid: Option<u32>, args: &Args) -> io::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Lines, until the process ends or there are enough.
+/// Prints lines until the process ends or there are enough.
 fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: bool) -> io::Result<ExitCode> {
     let programs = Programs::read();
     let mut before: Vec<Figures> = Vec::new();
@@ -255,7 +256,7 @@ fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: boo
                 Ok(figures) => now.push(figures),
                 Err(why) if pid.is_some() => return refused(process.pid, &why),
                 Err(Refusal::Ended) => {}
-                // Once: it will not be understood next time either.
+                // Only once: it will not be understood next time either.
                 Err(why) => {
                     if told.insert(process.pid) {
                         complain!("rpcrdma stat: {}", why.text(process.pid));
@@ -281,7 +282,7 @@ fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: boo
             out.flush()?;
         }
         if turns == 0 && now.is_empty() {
-            // They may come; until then there is no line.
+            // Processes may come; until then there is no line.
             say_nobody(foreign);
         }
         if count == Some(turns) {
@@ -294,7 +295,7 @@ fn follow(pid: Option<u32>, interval: Duration, count: Option<u64>, as_json: boo
     }
 }
 
-/// What was done between two looks, a second.
+/// What was done per second between two looks.
 pub struct Rates {
     seconds: f64,
     pub calls: f64,
@@ -397,7 +398,7 @@ pub fn in_use(connection: &Connection) -> u64 {
     connection.in_flight.saturating_add(connection.open)
 }
 
-/// All connections, also those that have no row.
+/// All connections, including those that have no row.
 pub fn connection_count(figures: &Figures) -> u64 {
     figures.without_slot.saturating_add(figures.connections.len() as u64)
 }
@@ -413,7 +414,7 @@ const PROCEDURES: [Column; 8] = [
     Column::number("mean", 9, 1),
 ];
 
-/// All of a process for people.
+/// Everything about a process, for people.
 fn text(figures: &Figures, programs: &Programs) -> String {
     let mut out = String::new();
     let Figures { pid, user, program, library, .. } = figures;
@@ -465,13 +466,13 @@ const CONNECTIONS: [Column; 14] = [
     Column::name("DEVICE", 6, 9),
 ];
 
-/// Connections, a line each, below their title. `screen`: so many letters are in a line.
+/// Connections, a line each, below their title. `screen`: how many characters a line holds.
 pub fn connection_lines(connections: &[Connection], screen: Option<usize>) -> Vec<String> {
     let rows: Vec<_> = connections.iter().map(connection_row).collect();
     columns::lines(&CONNECTIONS, &rows, screen)
 }
 
-/// What stands in the columns. Credits: in use, and how many there are.
+/// The text of each column. Credits: how many are in use, and how many there are.
 fn connection_row(connection: &Connection) -> [String; CONNECTIONS.len()] {
     let granted = match connection.accepted {
         true => connection.granting,
@@ -510,7 +511,7 @@ pub fn names(numbers: Option<(u32, u32, u32)>, programs: &Programs) -> (String, 
     }
 }
 
-/// All of a process for programs.
+/// Everything about a process, for programs.
 fn document(figures: &Figures, programs: &Programs) -> Value {
     let counters: serde_json::Map<String, Value> =
         figures.counters.iter().map(|(name, n)| (name.clone(), json!(n))).collect();
@@ -603,7 +604,7 @@ fn prometheus(all: &[Figures], programs: &Programs) -> String {
     }
     let _ = writeln!(out, "# HELP rpcrdma_call_seconds How long calls took, from the call to the reply.");
     let _ = writeln!(out, "# TYPE rpcrdma_call_seconds histogram");
-    // A page may name a procedure twice: a series is there once.
+    // A page may name a procedure twice; a series must appear once.
     let mut histograms: BTreeMap<String, (Vec<u64>, u64)> = BTreeMap::new();
     for (figures, l) in all.iter().flat_map(|f| f.latencies.iter().map(move |l| (f, l))) {
         let (program, procedure) = self::names(l.numbers, programs);

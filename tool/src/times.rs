@@ -1,8 +1,8 @@
-//! How long calls took, in a room that does not grow with their number.
+//! How long calls took, in memory that does not grow with their number.
 
 use std::time::Duration;
 
-/// How often calls took how long: 32 steps from each power of two nanoseconds to the next.
+/// How many calls took how long: 32 steps from each power of two nanoseconds to the next.
 #[derive(Clone, Debug)]
 pub struct Times {
     counts: Vec<u64>,
@@ -35,8 +35,8 @@ impl Times {
         self.counts.iter().sum()
     }
 
-    /// Microseconds that so large a part of the calls took at most; the middle of a step, which is within a sixty-fourth of the
-    /// truth from 1 us on.
+    /// Microseconds that this part of the calls took at most: the middle of a step, which is within a sixty-fourth of the
+    /// true value from 1 us on.
     pub fn quantile(&self, part: f64) -> Option<f64> {
         let calls = self.calls();
         let rank = ((calls as f64 * part).ceil() as u64).clamp(1, calls.max(1));

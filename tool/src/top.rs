@@ -1,4 +1,4 @@
-//! `rpcrdma top`: all processes that use the library, live, and the connections of one of them.
+//! `rpcrdma top`: shows all processes that use the library, live, and the connections of one of them.
 
 use std::io::{self, IsTerminal};
 use std::process::{self, ExitCode};
@@ -29,9 +29,9 @@ use rpcrdma::tool::latency::percentile;
 /// Keys: q quits, s sorts by the next column, up and down choose, Enter shows the connections and procedures of one process, Esc
 /// goes back, Ctrl-Z leaves the terminal to the shell.
 ///
-/// Figures are those of the time since the last look. BY/S: bytes a second, in messages and by RDMA Reads and Writes; CONNS:
-/// connections; INUSE: credits in use; P50 and P99: the time that half of the calls, and 99 of a hundred, took at most. The columns of
-/// connections are described in rpcrdma-stat(1). A narrow screen has fewer columns.
+/// Figures are for the time since the last look. BY/S: bytes a second, in messages and by RDMA Reads and Writes; CONNS:
+/// connections; INUSE: credits in use; P50 and P99: the time that half of the calls, and 99 of a hundred, took at most. The
+/// columns of connections are described in rpcrdma-stat(1). A narrow screen has fewer columns.
 #[derive(clap::Args)]
 #[command(
     after_help = "Exit status: 0 it was ended by a key or a signal, 1 there is no terminal or it fails, 2 the command line \
@@ -53,14 +53,14 @@ pub fn run(args: &Args) -> ExitCode {
         complain!("rpcrdma top: this needs a terminal; `rpcrdma stat --all 1` writes lines anywhere");
         return ExitCode::FAILURE;
     }
-    // Where it can only be written on, line after line, the screen would be a heap of escape sequences.
+    // On a terminal that can only be written line by line, the screen would be a heap of escape sequences.
     if matches!(std::env::var("TERM").as_deref(), Ok("dumb")) {
         complain!(
             "rpcrdma top: this terminal has no screen (TERM=dumb); `rpcrdma stat --all 1` writes lines"
         );
         return ExitCode::FAILURE;
     }
-    // Not by the loop below, which may be in the midst of writing to a terminal that does not take it.
+    // Not in the loop below, which may be in the midst of writing to a terminal that does not take the output.
     let ended = interrupt::on(|_| {
         let _screen = SCREEN.lock();
         let _ = ratatui::try_restore();
@@ -70,9 +70,9 @@ pub fn run(args: &Args) -> ExitCode {
     let outcome = ended.and_then(|()| ratatui::try_init()).and_then(|mut terminal| {
         let outcome = show(&mut terminal, args.delay);
         let _screen = SCREEN.lock();
-        // Of a terminal that has gone there is nothing to restore.
+        // If the terminal has gone, there is nothing to restore.
         let _ = ratatui::try_restore();
-        // To be dropped it would write once more, and panic where it cannot.
+        // Dropping it would write once more, and panic if that fails.
         std::mem::forget(terminal);
         outcome
     });
@@ -85,19 +85,19 @@ pub fn run(args: &Args) -> ExitCode {
     }
 }
 
-/// Held by who writes to the terminal.
+/// Held by whoever writes to the terminal.
 static SCREEN: Mutex<()> = Mutex::new(());
 
 /// Whether there is input within that time.
 ///
 /// # Errors
-/// The terminal has gone. To read from it then is asked for again and again by crossterm, for ever.
+/// The terminal has gone. crossterm would then try to read from it again and again, for ever.
 fn input(within: Duration) -> io::Result<bool> {
     let stdin = io::stdin();
     let mut waited = [PollFd::new(&stdin, PollFlags::IN)];
     let within = Timespec { tv_sec: within.as_secs() as i64, tv_nsec: within.subsec_nanos().into() };
     match poll(&mut waited, Some(&within)) {
-        // The size of the terminal, perhaps.
+        // Perhaps the size of the terminal has changed.
         Err(Errno::INTR) => return Ok(true),
         done => done?,
     };
@@ -108,20 +108,20 @@ fn input(within: Duration) -> io::Result<bool> {
     Ok(found.contains(PollFlags::IN))
 }
 
-/// What is done after a key.
+/// What to do after a key.
 enum Then {
     Go,
-    /// The shell has its turn, until it calls this program back to the foreground.
+    /// The shell takes over, until it calls this program back to the foreground.
     Stop,
     End,
 }
 
-/// Ctrl-Z: the terminal as it was, and then as it is here once more.
+/// Ctrl-Z: restores the terminal as it was, and sets it up again afterwards.
 #[allow(unsafe_code)]
 fn stopped() -> io::Result<DefaultTerminal> {
     let _screen = SCREEN.lock();
     ratatui::try_restore()?;
-    // SAFETY: no preconditions. Returns when this program goes on.
+    // SAFETY: no preconditions. Returns when this program continues.
     unsafe { libc::raise(libc::SIGTSTP) };
     ratatui::try_init()
 }
@@ -161,7 +161,7 @@ impl Sort {
 /// What is seen.
 struct View {
     programs: Programs,
-    /// Each with the figures of the look before, if there were any.
+    /// Each with the figures of the previous look, if there are any.
     processes: Vec<(Figures, Option<Figures>)>,
     foreign: usize,
     /// Processes whose figures are not understood.
@@ -171,7 +171,7 @@ struct View {
     table: TableState,
     /// The process whose connections are shown.
     inside: Option<u32>,
-    /// Lines that are scrolled over there.
+    /// How many lines are scrolled past there.
     skipped: u16,
 }
 
@@ -199,7 +199,7 @@ fn show(terminal: &mut DefaultTerminal, delay: Duration) -> io::Result<()> {
             let left = until.saturating_duration_since(Instant::now());
             match input(left.min(Duration::from_millis(200))) {
                 Ok(true) => {
-                    // All of them: crossterm keeps those that it has read already. There may be no whole key yet.
+                    // All keys: crossterm keeps those that it has read already. There may be no whole key yet.
                     while event::poll(Duration::ZERO)? {
                         let Event::Key(key) = event::read()? else { continue };
                         match if key.kind == KeyEventKind::Press { view.key(key) } else { Then::Go } {
@@ -436,7 +436,7 @@ enum Column {
 }
 
 impl Column {
-    /// In their order.
+    /// All columns, in order.
     const ALL: [Column; 10] = [
         Column::Pid,
         Column::User,
@@ -450,7 +450,7 @@ impl Column {
         Column::Tail,
     ];
 
-    /// Which of them a narrow screen does without, the first one first; never without the others.
+    /// Which of them a narrow screen leaves out, the first one first; it never leaves out the others.
     const LEAVE: [Column; 8] = [
         Column::User,
         Column::InUse,
@@ -487,7 +487,7 @@ impl Column {
         }
     }
 
-    /// Names begin at its left, numbers end at its right.
+    /// Names are left-aligned, numbers right-aligned.
     fn aligned(self, text: &str) -> String {
         let width = self.width().into();
         match self {
@@ -497,10 +497,10 @@ impl Column {
     }
 }
 
-/// The columns that a screen has room for, each whole: half a number is another number.
+/// The columns that a screen has room for, each whole: half a number is a different number.
 fn fitting(width: u16) -> Vec<Column> {
     let mut columns = Column::ALL.to_vec();
-    // With a space between each two.
+    // With a space between columns.
     let needed = |columns: &[Column]| columns.iter().map(|column| column.width() + 1).sum::<u16>() - 1;
     let mut leave = Column::LEAVE.iter();
     while needed(&columns) > width
@@ -520,7 +520,7 @@ const PROCEDURES: [columns::Column; 6] = [
     columns::Column::number("P99", 9, 2),
 ];
 
-/// The connections and procedures of a process; times since the look before.
+/// The connections and procedures of a process; times are those since the previous look.
 fn inside_lines(
     figures: &Figures,
     before: Option<&Figures>,

@@ -1,11 +1,10 @@
-//! The figures of running processes: which processes have the library, and what its page in each of them says
-//! (`layout` of the library, `src/stats/layout.rs`).
+//! The figures of running processes: which processes have the library, and what its page in each of them says (`layout` in
+//! the library, `src/stats/layout.rs`).
 //!
-//! The page is a file in memory that the process holds open, or only has mapped, when it has closed its descriptors. The kernel
-//! decides who may open it. **It was written by another user's process, perhaps, and this program runs as root, perhaps:** it is
-//! read with pread(2) and never mapped, every offset, number and text in it is checked, and texts reach the terminal without
-//! anything but letters, digits and punctuation. Nothing is opened but memory files of the kernel: not what a user's file
-//! system says is one.
+//! The page is a file in memory that the process holds open, or only has mapped if it has closed its descriptors. The kernel
+//! decides who may open it. **Another user's process may have written it, and this program may run as root:** it is read
+//! with pread(2) and never mapped, every offset, number and text in it is checked, and only letters, digits and punctuation
+//! of its texts reach the terminal. Only memory files of the kernel are opened, not what a user's file system says is one.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -23,10 +22,10 @@ use rustix::fs::{fcntl_get_seals, memfd_create, open, statx};
 
 use crate::words::shown;
 
-/// Larger pages than this are not ours, of whatever version.
+/// Pages larger than this are not ours, of whatever version.
 const SIZE_MAX: u64 = 16 << 20;
 
-/// More counters than any library has.
+/// More counters than any version of the library has.
 const COUNTERS_MAX: usize = 1024;
 
 /// Why a process cannot be watched.
@@ -44,7 +43,7 @@ pub enum Refusal {
     Unconnected,
     /// Its settings say so.
     Off,
-    /// It has closed its descriptors, and who is not root may not look at what it has mapped.
+    /// It has closed its descriptors, and only root may look at what it has mapped.
     Closed,
     /// What it shows is not understood.
     Unknown(String),
@@ -86,12 +85,12 @@ impl Refusal {
     }
 }
 
-/// Whether this program is root's, who may look into nearly all.
+/// Whether this program runs as root, who may look into nearly all processes.
 pub fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|meta| meta.uid() == 0)
 }
 
-/// Of processes that could not be looked at.
+/// The text about processes that could not be looked at.
 pub fn foreign_text(number: usize) -> String {
     let processes = if number == 1 { "1 process".to_owned() } else { format!("{number} processes") };
     let remedy = if is_root() { "this needs CAP_SYS_PTRACE" } else { "run as root" };
@@ -109,7 +108,7 @@ pub struct Watched {
 enum Source {
     /// The file itself.
     File(File),
-    /// The memory of the process, from this address on.
+    /// The memory of the process, with the page's address there.
     Memory(File, u64),
 }
 
@@ -135,7 +134,7 @@ fn words_of(bytes: &[u8]) -> Vec<u64> {
     bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes"))).collect()
 }
 
-/// What a process has done until now.
+/// What a process has done so far.
 #[derive(Clone, Debug)]
 pub struct Figures {
     pub pid: u32,
@@ -156,7 +155,7 @@ pub struct Figures {
 /// A connection.
 #[derive(Clone, Debug)]
 pub struct Connection {
-    /// Differs between two that have the same place one after the other.
+    /// Differs between two connections that have the same place one after the other.
     pub key: (usize, u64),
     pub accepted: bool,
     pub since: u64,
@@ -185,7 +184,7 @@ pub struct Connection {
 pub struct Latency {
     /// Program, version, procedure; `None`: all that have no histogram of their own.
     pub numbers: Option<(u32, u32, u32)>,
-    /// Whether they were served; else we called.
+    /// Whether the process served these calls; else it made them.
     pub served: bool,
     /// Of all calls, in nanoseconds.
     pub sum: u64,
@@ -231,7 +230,7 @@ impl Figures {
     }
 }
 
-/// What differs between two looks at buckets.
+/// How buckets have grown between two looks.
 pub fn difference(now: &[u64], before: &[u64]) -> Vec<u64> {
     now.iter().enumerate().map(|(at, n)| n.saturating_sub(before.get(at).copied().unwrap_or(0))).collect()
 }
@@ -278,7 +277,7 @@ pub fn look(pid: u32, users: &Users) -> Result<Watched, Refusal> {
     };
     let inner = inner_pid(&folder).map_err(refused)?;
     let watched = |source| Watched { pid, user: owner.clone(), source };
-    // The page of a parent that a child has inherited, if the fork was none of the C library's, says whose it is.
+    // A child that was not forked through the C library has inherited its parent's page, which says whose it is.
     let is_own = |source: &Source| {
         source.words(0, layout::HEAD_WORDS).is_ok_and(|head| {
             head[Head::Magic as usize] == layout::MAGIC && head[Head::Pid as usize] == u64::from(inner)
@@ -301,8 +300,8 @@ pub fn look(pid: u32, users: &Users) -> Result<Watched, Refusal> {
         hidden = true;
         let file = memory_file(&folder.join("map_files").join(range.0));
         let memory = || File::open(folder.join("mem")).map(|memory| Source::Memory(memory, range.1));
-        // As root the file; else, if it is ours, the memory. Not of a file that is none of the kernel's: a page of it may let
-        // us wait for ever.
+        // As root the file; else, if the process is ours, its memory. But not if the file is not one of the kernel's:
+        // reading a page of it may block for ever.
         let file = file.map(Source::File);
         let source = file.or_else(|error| match error.kind() {
             io::ErrorKind::PermissionDenied => memory(),
@@ -334,20 +333,21 @@ fn path_of(line: &str) -> Option<&str> {
     Some(&line[line.find(['/', '['])?..])
 }
 
-/// How the kernel shows our file.
+/// Whether this is how the kernel shows our file.
 fn is_page(target: &Path) -> bool {
     target.to_str().and_then(|target| target.strip_prefix("/memfd:"))
         == Some(&format!("{} (deleted)", layout::NAME))
 }
 
-/// If a line of /proc/PID/maps is the beginning of a page: the name of its link in map_files, and where it begins.
+/// If a line of /proc/PID/maps is the beginning of a page: the name of its link in map_files, and the address where it
+/// begins.
 fn mapped_page(line: &str) -> Option<(&str, u64)> {
     if !is_page(Path::new(path_of(line)?)) {
         return None;
     }
     let mut words = line.split_whitespace();
     let range = words.next()?;
-    // Shared, and from byte 0 of the file on.
+    // Only shared mappings, from byte 0 of the file on.
     let (rights, offset) = (words.next()?, words.next()?);
     let (start, _) = range.split_once('-')?;
     (rights.ends_with('s') && u64::from_str_radix(offset, 16) == Ok(0)).then_some(())?;
@@ -357,7 +357,7 @@ fn mapped_page(line: &str) -> Option<(&str, u64)> {
 /// Opens what a link in /proc leads to, if it is a file in the kernel's memory that cannot shrink.
 fn memory_file(link: &Path) -> io::Result<File> {
     let wrong = || io::Error::from(io::ErrorKind::InvalidData);
-    // Which file system it is on is asked without opening it: a user's may let us wait for ever.
+    // Which file system it is on is asked without opening it: a user's file system may block us for ever.
     let device = |fd: &dyn AsFd| {
         let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
         statx(fd.as_fd(), "", flags, StatxFlags::TYPE).map(|stat| (stat.stx_dev_major, stat.stx_dev_minor))
@@ -373,7 +373,7 @@ fn memory_file(link: &Path) -> io::Result<File> {
     (stays && file.metadata()?.len() <= SIZE_MAX).then_some(file).ok_or_else(wrong)
 }
 
-/// The number that the process has in its own namespace.
+/// The PID that the process has in its own namespace.
 fn inner_pid(folder: &Path) -> io::Result<u32> {
     let status = fs::read_to_string(folder.join("status"))?;
     let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
@@ -404,7 +404,8 @@ impl Watched {
     /// What the process has done until now.
     ///
     /// # Errors
-    /// The process has ended (a page that is a file stays readable: the process is asked), or the page is none.
+    /// The process has ended (a page that is a file stays readable, so the process itself is checked), or the page is not
+    /// ours.
     pub fn figures(&self) -> Result<Figures, Refusal> {
         let ended = || !Path::new(&format!("/proc/{}", self.pid)).exists();
         if ended() || is_zombie(Path::new(&format!("/proc/{}", self.pid))) {
@@ -447,7 +448,7 @@ impl Watched {
         })
     }
 
-    /// A connection as a whole; `None` if it ends or begins just now.
+    /// A consistent copy of a connection; `None` if it is just beginning or ending.
     fn connection(&self, slots: &Table, at: usize) -> io::Result<Option<Connection>> {
         for _ in 0..4 {
             let offset = 8 * slots.item(at).start as u64;
@@ -675,7 +676,7 @@ mod tests {
                 }
             }
         }
-        // Words of everything else.
+        // Words with any other contents.
         for value in [u64::MAX, 1 << 63, 0x1b5b_324a_1b5b_324a] {
             let mut words = page();
             words[layout::HEAD_WORDS..].fill(value);
@@ -701,7 +702,7 @@ mod tests {
         let link =
             |file: &dyn std::os::fd::AsRawFd| PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
         assert!(memory_file(&link(&other)).is_err());
-        // One that can be cut is not ours.
+        // A file that can be cut is not ours.
         let unsealed = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         assert!(memory_file(&link(&unsealed)).is_err());
         rustix::fs::fcntl_add_seals(&unsealed, SealFlags::SHRINK).unwrap();

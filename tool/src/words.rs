@@ -1,14 +1,14 @@
-//! Text of others, rpcbind's of another host say, on a terminal.
+//! Other people's text on a terminal, such as that of another host's rpcbind.
 
 use std::io;
 
-/// The text without what a terminal would obey, and not without end.
+/// The text without what a terminal would obey, and of limited length.
 pub fn shown(text: &str) -> String {
     const MAX: usize = 2000;
     text.chars().take(MAX).map(|c| if is_harmful(c) { '?' } else { c }).collect()
 }
 
-/// What a terminal would obey, what turns the direction of writing or hides itself, and what XML does not allow.
+/// Whether a terminal would obey it, it turns the direction of writing or is invisible, or XML does not allow it.
 pub fn is_harmful(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
@@ -18,7 +18,7 @@ pub fn is_harmful(c: char) -> bool {
         || matches!(c, '\u{fdd0}'..='\u{fdef}')
 }
 
-/// As much of it as a column has room for; `+` stands for the rest, as in what ps(1) prints.
+/// As much of the text as a column has room for; `+` stands for the rest, as in the output of ps(1).
 pub fn within(text: &str, room: usize) -> String {
     match text.char_indices().nth(room) {
         None => text.to_owned(),
@@ -26,7 +26,7 @@ pub fn within(text: &str, room: usize) -> String {
     }
 }
 
-/// What the system says was in the way, without its number.
+/// The system's reason for an error, without its number.
 pub fn reason(error: &io::Error) -> String {
     let text = error.to_string();
     let number = error.raw_os_error().map(|number| format!(" (os error {number})"));

@@ -1,35 +1,38 @@
 //! Two rings of bytes, one each way, that are used as the stream of a TCP socket would be: what does not fit now waits, and
-//! what has not come yet would block. The socket stays: its end is the end, and its bytes wake who waits on it.
+//! what has not come yet would block. The socket stays: its end is the end of the connection, and its bytes wake whoever
+//! waits on it.
 //!
 //! # Waking
-//! Each end says whether it waits, and how it has to be woken: [`Word::Waits`]. Who puts bytes into its ring, or takes some
-//! while the other end wants room, wakes the other end if that waits, once for each time that it does: by one byte over the
-//! socket, which every loop polls; or, cheaper, by a [`Bell`], on which a thread sleeps that waits for nothing else
-//! ([`Rings::doze`]), and for a short time only, because the end of the connection does not ring. An end says that it waits and
-//! looks again, in this order; the other one acts and then looks whether somebody waits: one of them sees the other. While an
-//! end looks by itself ([`Rings::spin`]) it costs its peer no system call. Its program may have left it in the midst of that:
-//! who waits for it wakes it all the same, after a while ([`Rings::remind`]).
+//! Each end says whether it waits, and how it has to be woken: [`Word::Waits`]. An end that puts bytes into its ring, or
+//! takes some while the other end wants room, wakes the other end if that one waits, once for each wait. It does so by one
+//! byte over the socket, which every loop polls, or, more cheaply, by a [`Bell`]. A thread that waits for nothing else
+//! sleeps on the bell ([`Rings::doze`]), and only for a short time, because the end of the connection does not ring it. An
+//! end first says that it waits and then looks again; the other one first acts and then looks whether anybody waits: so one
+//! of them sees the other. While an end looks by itself ([`Rings::spin`]) it costs its peer no system call. Its program may
+//! have gone elsewhere in the midst of that, so a peer that waits for it wakes it all the same, after a while
+//! ([`Rings::remind`]).
 //!
-//! The bytes that wake are counted in [`Word::Woken`], so that nobody asks the socket for such as are not there. Now and then
-//! it is asked all the same: for the end of the connection, and for bytes that nobody counted.
+//! The bytes that wake are counted in [`Word::Woken`], so that nobody reads the socket for bytes that are not there. Now and
+//! then it is read all the same: for the end of the connection, and for bytes that nobody counted.
 //!
 //! # Invariants
 //! - What is in the ring lies between `Consumed` and `Produced`: more than [`RING`] bytes is a lie of the peer's.
 //! - `Base` and `Wide` change only while the ring is empty.
-//! - The numbers of our own segment are its words: a process that was forked from us goes on where we are.
+//! - Our own counters are the words of our segment: a process that was forked from us goes on where we are.
 //!
 //! # Which bytes of a ring are used
-//! To write a line of memory that the other end's processor has read is dear while it is in that one's cache: 64 KiB took
-//! 10 us, and 2 us where neither had them. (Two processors with 1 MiB of their own.) So a long message begins where the latest
-//! one ended, and a line is written again when a ring that is longer than the caches has been gone round. Several connections
-//! push each other's lines out: the more there are, the less of it each goes round, and 16 of them no more than a message: so
-//! they keep to their own caches, and 64 KiB written by 16 were a quarter quicker. Short messages, of which several fit into the
-//! nearest cache, lie at the ring's beginning: 4 KiB there took 0.2 us, elsewhere 0.5.
+//! Writing a cache line that the other end's processor has read is expensive while the line is in that processor's cache: 64
+//! KiB took 10 us, and 2 us where neither cache had them. (Two processors with 1 MiB of cache each.) So a long message
+//! begins where the latest one ended, and a line is written again only after a full round of a ring that is longer than the
+//! caches. Several connections push each other's lines out of the caches: the more there are, the less of its ring each of
+//! them uses, and with 16 of them no more than a message. So they stay within their own caches, and 64 KiB written by 16
+//! were a quarter faster. Short messages, of which several fit into the nearest cache, lie at the ring's beginning: 4 KiB
+//! there took 0.2 us, elsewhere 0.5.
 //!
-//! A long ring takes a long message as a whole too, so that an end that sleeps or serves others is not woken for each part of
-//! it. Only [`WIDE_MOST`] connections of a process have one, each until it ends: the pages are not given back before. To make a
-//! hole in the file (`MADV_REMOVE`) the kernel goes through all mappings of it, and a hostile peer makes as many as it likes;
-//! with 120,000 of them that took 270 ms.
+//! A long ring also takes a long message as a whole, so that an end that sleeps or serves others is not woken for each part
+//! of it. Only [`WIDE_MOST`] connections of a process have one, each until it ends: its pages are not given back earlier. To
+//! punch a hole in the file (`MADV_REMOVE`) the kernel goes through all mappings of it, and a hostile peer can make as many
+//! as it likes; with 120,000 of them that took 270 ms.
 #![forbid(unsafe_code)]
 
 use std::hint::spin_loop;
@@ -47,36 +50,36 @@ use crate::memory::{Buf, IoVec, IoVecMut, Region};
 use crate::wire::Segment;
 use crate::{fork, socket, stats, sync};
 
-/// So many bytes are copied before the other end is told of them: it copies them while we copy the next.
+/// This many bytes are copied before the other end is told of them: it copies them while we copy the next.
 const STEP: usize = 16 << 10;
 
-/// How long who sends waits for room before it sleeps: as long as it takes to wake the other end. A peer that takes less than a
-/// [`STEP`] in the time, byte after byte perhaps, is waited for no longer.
+/// How long a sender waits for room before it sleeps: as long as it takes to wake the other end. It waits no longer for a
+/// peer that takes less than a [`STEP`] in that time, perhaps byte by byte.
 const ROOM: Duration = Duration::from_micros(50);
 
-/// After such waits that were in vain, or brought less than a [`STEP`], so many others sleep at once.
+/// After such a wait that was in vain, or brought less than a [`STEP`], this many further ones sleep at once.
 const HASTE: u32 = 16;
 
-/// An end that has heard nothing for so long asks the socket whether its peer is there.
+/// An end that has heard nothing for this long asks the socket whether its peer is there.
 const QUIET: Duration = Duration::from_millis(1);
 
-/// Of so many looks in vain one asks the socket; and one while it is looked at without a pause.
+/// One in this many looks in vain asks the socket; and the same while somebody looks without a pause.
 const ASKED: u32 = 8;
 const ASKED_BUSY: u32 = 1 << 12;
 
-/// A peer that says that it looks, and has taken nothing for so long, may be elsewhere: in a routine of its program.
+/// A peer that says that it looks, but has taken nothing for this long, may be elsewhere: in a routine of its program.
 const OVERLOOKED: Duration = Duration::from_millis(5);
 
 /// What is sent in one go and is shorter than this goes into a narrow ring.
 pub(super) const LONG: usize = 16 << 10;
 
-/// Connections of a process whose rings may be long: together they have 64 MiB.
+/// Most connections of a process that may have long rings: together they have 64 MiB.
 pub(super) const WIDE_MOST: usize = 16;
 
-/// How many there are.
+/// How many have one now.
 pub(super) static WIDE: AtomicUsize = AtomicUsize::new(0);
 
-/// Bits of [`Word::Waits`]: it waits for a byte, or for a bell. The others count its waits.
+/// Bits of [`Word::Waits`]: the end waits for a byte, or for a bell. The other bits count its waits.
 const BY_BYTE: u64 = 1;
 const BY_BELL: u64 = 2;
 const WAITS: u64 = BY_BYTE | BY_BELL;
@@ -85,7 +88,7 @@ const NEXT: u64 = 4;
 /// How often something is looked for in one go.
 const ROUNDS: usize = 16;
 
-/// How often less than a [`STEP`] is taken in one go: more may have come meanwhile, byte after byte perhaps.
+/// How often less than a [`STEP`] is taken in one go: more may have come meanwhile, perhaps byte by byte.
 const SHORT: usize = 4;
 
 /// Both rings of a connection.
@@ -93,30 +96,31 @@ pub struct Rings {
     own: Arc<Own>,
     theirs: Arc<Theirs>,
     generation: u64,
-    /// The wait of the peer that it was woken from.
+    /// The latest wait of the peer that it was woken from.
     woken: u64,
-    /// How often it was.
+    /// How often it was woken.
     wakes: u64,
     /// Bytes that have woken us.
     heard_bytes: u64,
-    /// What had been taken when it was waited for a bell last.
+    /// How much had been taken when a thread last waited for a bell.
     dozed: Option<u64>,
     /// Whether somebody looks without a pause.
     busy: bool,
     /// Looks in vain.
     looks: u32,
-    /// When something came last, by [`stats::tick`].
+    /// When something last came, by [`stats::tick`].
     heard: u64,
-    /// Whether it may be waited for room without a sleep; how often it is not.
+    /// Whether a thread may wait for room without sleeping; and how many more times it does not.
     spins: bool,
     haste: u32,
     /// Whether this process waits for room. What [`Word::WantsRoom`] says may be the word of a child that has ended.
     wants: bool,
-    /// One of [`WIDE`].
+    /// Counted in [`WIDE`].
     wide: bool,
-    /// Where a long ring goes on, from its beginning.
+    /// Where the next bytes go in a long ring, from its beginning.
     next: u64,
-    /// What a peer that says that it looks had taken when it was found not to; and when it is woken, if it was not.
+    /// How much a peer that says that it looks had taken when it was found not to look; and when to wake it, unless that is
+    /// done.
     overlooks: Option<(u64, Option<Instant>)>,
     ended: bool,
     /// What the peer is to take from the outbox, and under which handle.
@@ -150,13 +154,13 @@ impl Rings {
         rings
     }
 
-    /// Puts the concatenation of `pieces` into the ring; how many bytes it took.
+    /// Puts the concatenation of `pieces` into the ring. Returns how many bytes it took.
     ///
     /// # Errors
     /// `EAGAIN` when it takes nothing now; `EPIPE` when the peer has gone; `EPROTO` when it lies.
     pub fn send(&mut self, socket: RawFd, pieces: &[IoVec<'_>]) -> io::Result<usize> {
         let total: usize = pieces.iter().map(IoVec::len).sum();
-        // What is written for a peer that has gone was never sent: the call may be made again.
+        // What would be written for a peer that has gone counts as never sent: the call may be made again.
         if self.ended || self.is_quiet() && !self.is_there(socket) {
             return Err(ErrorKind::BrokenPipe.into());
         }
@@ -164,7 +168,7 @@ impl Rings {
         let (mut piece, mut at, mut sent) = (None, 0, 0);
         let mut produced = self.own.word(Word::Produced).load(Relaxed);
         self.want_room(false);
-        // Since when there is little room, and how much was sent then.
+        // Since when there has been little room, and how much had been sent then.
         let mut short: Option<(Instant, usize)> = None;
         // How much the other end was told of, and after how much more it is told again.
         let (mut told, mut next) = (0, STEP);
@@ -216,8 +220,8 @@ impl Rings {
                 self.next = produced.wrapping_sub(base) % RING as u64;
             }
             self.own.word(Word::Produced).store(produced, Release);
-            // It takes this while we copy the next. Where it does not, for it shares a processor with somebody, it is not woken
-            // for every step.
+            // The other end takes this while we copy the next. If it does not, because it shares a processor with somebody,
+            // it is not woken for every step.
             if sent == total || sent - told >= next {
                 self.wake(socket);
                 (told, next) = (sent, 2 * next);
@@ -229,23 +233,23 @@ impl Rings {
         }
     }
 
-    /// Takes what is there; how many bytes came. 0 means that the peer has gone.
+    /// Takes what is there. Returns how many bytes came; 0 means that the peer has gone.
     ///
     /// # Errors
-    /// `EAGAIN` when nothing is there now: the socket tells when there is, unless somebody looks without a pause. `EPROTO` when
-    /// the peer lies; what the socket says.
+    /// `EAGAIN` when nothing is there now: the socket tells when there is, unless somebody looks without a pause. `EPROTO`
+    /// when the peer lies; else the socket's errno.
     pub fn receive(&mut self, socket: RawFd, pieces: &mut [IoVecMut<'_>]) -> io::Result<usize> {
         if pieces.iter().all(|piece| piece.is_empty()) {
             return Err(ErrorKind::InvalidInput.into());
         }
-        // A peer that wakes us without end does not keep us.
+        // A peer that wakes us endlessly must not keep us here.
         for _ in 0..ROUNDS {
             let taken = self.take(pieces)?;
             if taken > 0 {
                 self.heard_now();
                 self.wake_for_room(socket);
                 if self.is_woken() {
-                    // What has woken us for this would do so once more. An error shows up in the next look.
+                    // The byte that woke us for this would do so once more. An error shows up in the next look.
                     let _ = self.hear(socket);
                 }
                 return Ok(taken);
@@ -268,13 +272,13 @@ impl Rings {
         Err(ErrorKind::WouldBlock.into())
     }
 
-    /// The connection is this process's, whoever made it.
+    /// Makes the connection this process's, whoever made it.
     pub fn claim(&mut self) {
         self.generation = fork::generation();
     }
 
-    /// Somebody looks without a pause from here on, until [`Rings::rest`]: it need not be woken.
-    /// False where another process may be waiting on it.
+    /// Somebody looks without a pause from here on, until [`Rings::rest`]: this end need not be woken. False if another
+    /// process may be waiting on it.
     pub fn spin(&mut self) -> bool {
         if self.is_forked() {
             return false;
@@ -284,8 +288,8 @@ impl Rings {
         true
     }
 
-    /// Says that this end waits. False if there is something to do already. What has woken us is left: who asks may not be
-    /// the one that it has to wake.
+    /// Says that this end waits. False if there is something to do already. What has woken us is left in the socket: the
+    /// caller may not be the one that it has to wake.
     pub fn rest(&mut self) -> bool {
         self.busy = false;
         if self.is_forked() {
@@ -294,11 +298,12 @@ impl Rings {
         self.may_sleep(BY_BYTE)
     }
 
-    /// The same for a thread that sleeps on this, and on nothing else, for a short time: one that has slept so in vain has to
-    /// [`Rings::rest`]. `None` too where there is something to do; and, where threads look before they sleep, while the peer
-    /// sleeps: it is off its processor as soon as it has woken us, and a socket has the kernel put who is woken there. A bell
-    /// has it look for another one. Who never looks sleeps here before each message, and then what counts is that a bell takes
-    /// 3 us less of both ends' time than a byte that is sent, polled for and read.
+    /// The same for a thread that sleeps on this, and on nothing else, for a short time. `None` if it has slept like that in
+    /// vain and has to [`Rings::rest`]; if there is something to do; and, where threads look before they sleep, while the
+    /// peer sleeps. The peer leaves its processor as soon as it has woken us. With a socket the kernel puts the thread that
+    /// is woken there; with a bell it looks for another processor. A thread that never looks sleeps here before each
+    /// message, and then what counts is that a bell takes 3 us less of both ends' time than a byte that is sent, polled for
+    /// and read.
     pub fn doze(&mut self) -> Option<Bell> {
         if self.spins && self.theirs.get(Word::Waits) & WAITS != 0 {
             return None;
@@ -308,7 +313,7 @@ impl Rings {
             return None;
         }
         self.busy = false;
-        // Before it is said that this end waits: what is rung from then on ends the sleep.
+        // Taken before this end says that it waits: any ring from then on ends the sleep.
         let bell = Bell::of(&self.theirs);
         self.may_sleep(BY_BELL).then_some(bell)
     }
@@ -374,7 +379,8 @@ impl Rings {
         self.wakes
     }
 
-    /// Wakes a peer that says that it looks, and has not for a while: once for what it overlooks. When to see to that again.
+    /// Wakes a peer that says that it looks, but has not for a while: once for what it overlooks. Returns when to check
+    /// again.
     pub fn remind(&mut self, socket: RawFd) -> Option<Instant> {
         let consumed = self.theirs.get(Word::Consumed);
         let all = consumed == self.own.word(Word::Produced).load(Relaxed);
@@ -395,7 +401,7 @@ impl Rings {
         (!late).then_some(at)
     }
 
-    /// Whether nothing more has come since less than asked for was there; then the socket tells when it does.
+    /// Whether nothing more has come since there was less than asked for; then the socket tells when it does.
     pub fn drained(&mut self) -> bool {
         self.busy || self.begin_to_wait(None).is_ok_and(|quiet| quiet)
     }
@@ -405,7 +411,7 @@ impl Rings {
         self.wants
     }
 
-    /// Says whether it does.
+    /// Says whether this end waits for room.
     fn want_room(&mut self, wants: bool) {
         self.wants = wants;
         self.own.word(Word::WantsRoom).store(wants.into(), Relaxed);
@@ -428,13 +434,13 @@ impl Rings {
         if used > RING as u64 { Err(lie()) } else { Ok(used as usize) }
     }
 
-    /// How many more it takes.
+    /// How many more bytes the ring takes.
     fn room(&self, produced: u64) -> io::Result<usize> {
         Ok(width(self.is_wide()).saturating_sub(self.used(produced)?))
     }
 
-    /// Decides where in the ring so many bytes lie, the first of which has this number. There is nothing in it. Whether it is
-    /// long now.
+    /// Decides where in the ring, which is empty, this many bytes go; the first of them has the number `produced`. Returns
+    /// whether the ring is long now.
     #[inline]
     fn lay(&mut self, bytes: usize, produced: u64) -> bool {
         let wide = self.goes_wide(bytes);
@@ -448,7 +454,7 @@ impl Rings {
         wide
     }
 
-    /// Whether so many bytes go into a long ring.
+    /// Whether this many bytes go into a long ring.
     #[inline]
     fn goes_wide(&mut self, bytes: usize) -> bool {
         // As nearly always.
@@ -465,7 +471,7 @@ impl Rings {
         self.own.word(Word::Wide).load(Relaxed) != 0
     }
 
-    /// Waits for room, a little while. False if there is none: the peer will see that this end wants some.
+    /// Waits a little while for room. False if there is none: the peer will see that this end wants some.
     fn waits_for_room(&mut self, produced: u64) -> io::Result<bool> {
         if self.spins && self.haste == 0 {
             let until = Instant::now() + ROOM;
@@ -476,7 +482,7 @@ impl Rings {
                     }
                     spin_loop();
                 }
-                // It may be waiting for this processor.
+                // The peer may be waiting for this processor.
                 yield_now();
             }
             self.haste = HASTE;
@@ -485,7 +491,8 @@ impl Rings {
         self.asks_for_room(produced, 1)
     }
 
-    /// Says that this end waits for room. False if there is not so much of it: the peer will see that when it takes something.
+    /// Says that this end waits for room. False if there are not `bytes` of it: the peer will see that this end waits when
+    /// it takes something.
     fn asks_for_room(&mut self, produced: u64, bytes: usize) -> io::Result<bool> {
         self.want_room(true);
         fence(SeqCst);
@@ -517,7 +524,7 @@ impl Rings {
             let (base, wide) = (self.theirs.get(Word::Base), self.theirs.get(Word::Wide) != 0);
             self.theirs.take((consumed.wrapping_sub(base), wide), to, at, n);
             let after = consumed.wrapping_add(n as u64);
-            // A process that was forked from us, or from which we were, may take them too: one of them has them.
+            // A process that was forked from us, or that we were forked from, may take them too: only one gets them.
             match self.own.word(Word::Consumed).compare_exchange(consumed, after, Release, Relaxed) {
                 Ok(_) => (consumed, at, taken) = (after, at + n, taken + n),
                 Err(actual) => consumed = actual,
@@ -543,7 +550,7 @@ impl Rings {
         self.stop_waiting();
     }
 
-    /// Whether this process was forked from the one that made the connection, which may wait on it yet.
+    /// Whether this process was forked from the one that made the connection, which may still wait on it.
     fn is_forked(&self) -> bool {
         self.generation != fork::generation()
     }
@@ -556,11 +563,11 @@ impl Rings {
         }
     }
 
-    /// Says that this end waits, and how; `None`: as it does, or for a byte. False if something has come.
+    /// Says that this end waits, and how; `None`: as it does already, else for a byte. False if something has come.
     fn begin_to_wait(&mut self, by: Option<u64>) -> io::Result<bool> {
         let waits = self.own.word(Word::Waits);
         let now = waits.load(Relaxed);
-        // A process that was forked says so all the time, and each time is a new one.
+        // A process that was forked says so every time, and each time is a new wait.
         let says = now & WAITS != 0 && by.is_none_or(|by| now & WAITS == by);
         if !says || self.is_forked() {
             let by = by.unwrap_or(BY_BYTE);
@@ -585,11 +592,12 @@ impl Rings {
         }
     }
 
-    /// Has the peer's socket tell something.
+    /// Makes the peer's socket readable.
     pub fn call(&mut self, socket: RawFd) {
         self.own.word(Word::Woken).fetch_add(1, Release);
         sync::meet();
-        // A socket that takes nothing has something that will wake the peer; and its end shows when it is read.
+        // A socket that takes nothing more holds something that will wake the peer; and the end of a socket shows when it is
+        // read.
         let _ = socket::send(socket, &[IoVec::from_slice(&[0])]);
     }
 
@@ -601,12 +609,12 @@ impl Rings {
         }
     }
 
-    /// Whether the socket tells something, or will.
+    /// Whether the socket has something to read, or will have.
     fn is_woken(&self) -> bool {
         self.theirs.get(Word::Woken) != self.heard_bytes
     }
 
-    /// Takes what the socket has to say, if it may be something. True if what has come has to be looked at once more.
+    /// Reads the socket, if there may be something in it. True if the caller has to look once more for what has come.
     fn hear(&mut self, socket: RawFd) -> io::Result<bool> {
         self.looks = self.looks.wrapping_add(1);
         if !self.is_woken() && !self.looks.is_multiple_of(ASKED) && !self.is_quiet() {
@@ -624,7 +632,7 @@ impl Rings {
                 self.heard = stats::tick();
                 return Ok(false);
             }
-            // What the peer gave before it went is taken first: the next call of the socket says that it has gone.
+            // What the peer sent before it went is taken first: the next read of the socket says that it has gone.
             Err(_) if self.there(self.own.word(Word::Consumed).load(Relaxed))? > 0 => {}
             Err(e) => return Err(e),
         }

@@ -1,7 +1,7 @@
-//! Schedules of two ends of shared memory, tried one after the other: all bytes come, in order, and nobody sleeps for ever. What
-//! processors may reorder is not tried: here a word is seen by both as soon as it is written.
+//! Schedules of two ends of shared memory, tried one after another: all bytes arrive, in order, and nobody sleeps for ever.
+//! Reordering by processors is not tried: here both ends see a word as soon as it is written.
 //!
-//! A sleep has no end but being woken. Where both ends sleep and nothing has woken one of them, a wake-up was lost, which the
+//! Only a wake-up ends a sleep. If both ends sleep and nothing has woken either of them, a wake-up was lost, which the
 //! timers of a connection would hide.
 #![forbid(unsafe_code)]
 
@@ -20,11 +20,11 @@ use crate::memory::{IoVec, IoVecMut};
 use crate::socket;
 use crate::sync::in_schedules;
 
-/// Whether both ends are asleep, or at their end: not seen by the schedule.
+/// Which ends are asleep, or have finished: not seen by the schedule.
 #[derive(Default)]
 struct Sleepers {
     asleep: [AtomicBool; 2],
-    /// Looks of one that sleeps while the other one does nothing.
+    /// Looks in vain by an end that sleeps while the other one does nothing.
     vain: AtomicU32,
 }
 
@@ -50,14 +50,14 @@ struct End {
     sleepers: Arc<Sleepers>,
 }
 
-/// What a side sends: of each byte it can be told where it belongs, and whose it is.
+/// What a side sends: each byte shows where it belongs, and whose it is.
 fn stream(side: usize, bytes: usize) -> Vec<u8> {
     let part: Vec<u8> = (0..251).map(|number| number + side as u8).collect();
     part.repeat(bytes.div_ceil(part.len()))[..bytes].to_vec()
 }
 
 impl End {
-    /// Sends so many bytes, `most` at a time, and takes what the other one sends.
+    /// Sends this end's share of `bytes`, at most `most` at a time, and takes what the other one sends.
     fn run(mut self, bytes: [usize; 2], most: usize) {
         let fd = self.socket.as_raw_fd();
         let [out, coming] = [self.side, 1 - self.side].map(|side| stream(side, bytes[side]));
@@ -86,13 +86,13 @@ impl End {
         }
         assert_eq!(received, coming.len());
         self.sleepers.asleep[self.side].store(true, SeqCst);
-        // The other one may not have taken all of it: the memory stays.
+        // The other one may not have taken all of it yet: the memory has to stay.
         while !self.sleepers.asleep[1 - self.side].load(SeqCst) || self.rings.unconsumed() > 0 {
             yield_now();
         }
     }
 
-    /// As a driver does that has nothing to do.
+    /// Waits as a driver does when it has nothing to do.
     fn wait(&mut self) {
         match thread_rng().gen_range(0..4) {
             0 => drop(self.rings.spin()),
@@ -112,7 +112,7 @@ impl End {
     }
 }
 
-/// The ends send so many bytes, `most` at a time.
+/// Each end sends its share of `bytes`, at most `most` at a time.
 fn exchange(bytes: [usize; 2], most: usize) {
     let sleepers = Arc::new(Sleepers::default());
     let (one, other) = UnixStream::pair().unwrap();
@@ -134,12 +134,12 @@ fn short_messages_come_whoever_sleeps() {
     in_schedules(3000, || exchange([200, 200], 40));
 }
 
-/// Who waits for room is woken too.
+/// An end that waits for room is woken too.
 #[test]
 fn more_than_a_ring_holds_comes_whoever_sleeps() {
-    // None is long.
+    // No ring is long.
     WIDE.store(WIDE_MOST, SeqCst);
     in_schedules(1000, || exchange([3 * NARROW, 3 * NARROW], 2 * NARROW));
-    // So much at once that what it is told of last is more than a ring holds.
+    // So much at once that the last part that the peer is told of is more than a ring holds.
     in_schedules(2000, || exchange([5 * NARROW, 0], 5 * NARROW));
 }

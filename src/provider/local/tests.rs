@@ -52,7 +52,7 @@ fn shared() -> (Sockets, [Iwarp; 2]) {
     pair([sharing(Sharing::Must), sharing(Sharing::Must)]).unwrap()
 }
 
-/// The same, of two that look before they sleep.
+/// The same, of two ends that look before they sleep.
 fn looking() -> (Sockets, [Iwarp; 2]) {
     let looks = || iwarp::Options { spins: true, ..sharing(Sharing::Must) };
     pair([looks(), looks()]).unwrap()
@@ -216,7 +216,7 @@ fn segment() -> (Arc<Own>, Arc<Theirs>) {
     (Arc::new(own), Arc::new(Theirs::new(file).unwrap()))
 }
 
-/// What a copy of all of it has brought.
+/// A copy of all of it, if the copy is good.
 fn copied(shown: &Shown) -> Option<Vec<u8>> {
     let mut bytes = vec![0; shown.len()];
     shown.copy(0, IoVecMut::from_mut(&mut bytes)).then_some(bytes)
@@ -380,7 +380,7 @@ fn a_peer_that_wakes_without_end_or_without_reason_keeps_nobody() {
     let mut bytes = [0; 8];
     let mut receive = |rings: &mut Rings| rings.receive(fd, &mut [IoVecMut::from_mut(&mut bytes)]);
     assert_eq!(receive(&mut rings).unwrap_err().kind(), io::ErrorKind::WouldBlock);
-    // Whatever it says of them: in the end they are gone.
+    // Whatever the peer says of the bytes, in the end they are gone.
     let until = Instant::now() + Duration::from_secs(10);
     while wait::until(fd, wait::IN, Some(Duration::ZERO), None).unwrap() {
         assert!(Instant::now() < until);
@@ -427,7 +427,7 @@ fn what_the_peer_got_it_can_only_read() {
     assert_eq!(Theirs::new(file).unwrap().get(Word::Produced), 5);
 }
 
-/// The name and the secret that a client has said.
+/// The name and the secret that a client has sent.
 fn said(private_data: &[u8]) -> (SocketAddrUnix, Secret) {
     let asked: [u8; 32] = find(private_data).unwrap();
     (name(asked.first_chunk().unwrap()).unwrap(), *asked.last_chunk().unwrap())
@@ -538,7 +538,7 @@ fn a_long_message_begins_where_the_latest_one_ended_and_a_short_one_at_the_begin
         assert_eq!([lies(half), lies(LONG)], [(half, 0, true), (LONG, half, true)]);
         assert_eq!(lies(LONG - 1), (LONG - 1, 0, false));
         assert_eq!([lies(half), lies(LONG)], [(half, half + LONG, true), (LONG, LONG, true)]);
-        // With others it goes round fewer bytes.
+        // With others there, it uses fewer bytes of its ring.
         WIDE.fetch_add(1, Relaxed);
         let quarter = RING / 4;
         assert_eq!([lies(quarter), lies(LONG)], [(quarter, 2 * LONG, true), (LONG, 0, true)]);
@@ -549,7 +549,7 @@ fn a_long_message_begins_where_the_latest_one_ended_and_a_short_one_at_the_begin
 
 #[test]
 fn no_more_connections_than_some_have_long_rings() {
-    // In a process of its own: others have some.
+    // In a process of its own: other tests have some.
     let child = fork::testing::fork(|| {
         let long = vec![7; RING];
         let sends = |(sockets, rings, ..): &mut (Sockets, Rings, Own, Theirs)| {
@@ -578,7 +578,7 @@ fn bytes_come_as_they_were_sent_through_rings_whose_length_changes() {
     let (mut widths, mut round) = ([false; 2], 0);
     while came < all.len() {
         round += 1;
-        // It sleeps, or looks.
+        // The receiving end sleeps, or looks.
         assert!(if round % 3 == 0 { to.spin() } else { to.rest() || sent > came });
         let step = [5, 3 * NARROW, 100_001, 2 * RING][round % 4].min(all.len() - sent);
         if step > 0 {
@@ -642,7 +642,7 @@ fn a_child_that_is_killed_while_it_waits_for_room_leaves_its_parent_in_peace() {
 #[test]
 fn a_peer_that_takes_byte_after_byte_keeps_nobody() {
     let long = vec![7; 2 * RING];
-    // On a busy machine it may not be fast enough to be waited for.
+    // On a busy machine the peer may not be fast enough to be waited for.
     for _ in 0..5 {
         let (sockets, mut rings, peer, seen) = watched(true);
         let fd = sockets.0.as_raw_fd();
@@ -660,7 +660,7 @@ fn a_peer_that_takes_byte_after_byte_keeps_nobody() {
             while !begun.load(Relaxed) {
                 std::thread::yield_now();
             }
-            // As long as the last wait was in vain it is not waited for.
+            // While the last wait was in vain, the peer is not waited for.
             let most = (0..20).filter_map(|_| rings.send(fd, &[IoVec::from_slice(&long)]).ok()).max();
             over.store(true, Relaxed);
             assert!(most < Some(4096), "{most:?} bytes went out one by one, while others waited");
@@ -696,7 +696,7 @@ fn a_peer_that_says_that_it_looks_and_does_not_is_woken_once_after_a_while() {
     }
 }
 
-/// What an end may sleep on, if there is something.
+/// The bell that an end may sleep on, if there is one.
 fn bell_of(end: &mut Iwarp) -> Option<Bell> {
     end.doze().map(|doze| match doze {
         Doze::Bell(bell) => bell,
@@ -704,7 +704,7 @@ fn bell_of(end: &mut Iwarp) -> Option<Bell> {
     })
 }
 
-/// Until the peer rings, or `limit` is over: whether it did.
+/// Waits until the peer rings, or `limit` is over. Returns whether it rang.
 fn rings_within(bell: &Bell, limit: Duration) -> bool {
     let before = Instant::now();
     bell.wait(limit);
@@ -724,7 +724,7 @@ fn who_sleeps_on_a_bell_is_woken_by_it_and_by_nothing_else() {
         assert!(b.poll().unwrap().is_none());
         let bell = bell_of(&mut b).unwrap();
         assert!(!rings_within(&bell, Duration::from_millis(1)), "nobody has rung");
-        // Before the sleep: it must end at once.
+        // Rung before the sleep, which must end at once.
         send(&mut a, b"one");
         assert!(rings_within(&bell, LONG) && !readable(&b), "{round}");
         assert_eq!(message(next(&mut b).unwrap()), b"one");
@@ -772,7 +772,7 @@ fn who_has_slept_on_a_bell_in_vain_waits_for_its_descriptor() {
     assert_eq!(message(next(&mut b).unwrap()), b"one");
     b.post_recv(sink(100));
     assert!(b.poll().unwrap().is_none() && bell_of(&mut b).is_some(), "that was another wait");
-    // Its end does not ring.
+    // The end of the connection does not ring.
     drop(sockets.0);
     assert!(bell_of(&mut b).is_none() && b.rest() && readable(&b));
     assert!(next(&mut b).is_err());
@@ -788,7 +788,7 @@ fn the_peer_is_told_how_many_others_are_served() {
     assert_eq!(b.company(), u32::MAX);
 }
 
-/// Of many short sleeps with pauses in bad places, each is ended by the peer long before its time is over.
+/// Of many short sleeps with pauses in bad places, the peer ends each long before its time is over.
 #[test]
 fn no_wake_up_is_lost() {
     const LIMIT: Duration = Duration::from_secs(5);
@@ -862,7 +862,7 @@ fn no_wake_up_is_lost() {
 
 #[test]
 fn what_is_shared_leaves_the_program_mappings_for_itself() {
-    // In a process of its own: others would find none left.
+    // In a process of its own: other tests would find none left.
     let child = fork::testing::fork(|| {
         let mut all = Vec::new();
         let refused = loop {
@@ -885,7 +885,7 @@ fn what_the_peer_gave_before_its_connection_was_reset_is_taken() {
     while Instant::now() < end {
         let (sockets, mut rings, peer, _seen) = watched(false);
         let (fd, begun) = (sockets.0.as_raw_fd(), AtomicBool::new(false));
-        // Unread, it has the end of that socket reset the connection.
+        // Left unread, this makes the end of that socket reset the connection.
         socket::send(fd, &[IoVec::from_slice(b"x")]).unwrap();
         std::thread::scope(|scope| {
             let theirs = sockets.1;

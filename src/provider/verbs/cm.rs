@@ -1,10 +1,10 @@
-//! RDMA-CM: event channels and connection identifiers, with an owner each.
+//! RDMA-CM: event channels and connection identifiers, each with an owner.
 //!
-//! Everything is non-blocking: a command starts something, an [`Event`] tells how it ended. An event is acknowledged at
-//! once, its contents copied, so that nothing waits for us when an identifier is destroyed.
+//! Everything is non-blocking: a command starts something, an [`Event`] tells how it ended. An event's contents are copied
+//! and it is acknowledged at once, so that nothing waits for us when an identifier is destroyed.
 //!
-//! **Fork.** The kernel's objects belong to the process that made them, but a forked child has the same descriptors and
-//! its commands would act on them: in a child nothing here says a word to the kernel, and owners leak.
+//! **Fork.** The kernel's objects belong to the process that made them, but a forked child has the same descriptors and its
+//! commands would act on them: in a child nothing here talks to the kernel, and owners leak what they own.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
@@ -22,12 +22,12 @@ use crate::fork;
 use crate::socket;
 use crate::socket::Sockaddr;
 
-/// RDMA-CM's option level of an identifier, and two options there.
+/// RDMA-CM's option level for identifiers, and two options of that level.
 const OPTION_ID: c_int = 0;
 const OPTION_REUSE_ADDRESS: c_int = 1;
 const OPTION_ONE_FAMILY: c_int = 2;
 
-/// Times that a message without an acknowledgement is sent again: what Linux's NFS uses, and seven is the most.
+/// How often a message without an acknowledgement is sent again: as Linux's NFS has it; seven is the most.
 const RETRIES: u8 = 6;
 
 /// A queue of events, readable when there is one.
@@ -46,7 +46,7 @@ unsafe impl Sync for Channel {}
 pub enum Event {
     /// The address belongs to a device.
     AddressResolved,
-    /// The way to the peer is known.
+    /// The route to the peer is known.
     RouteResolved,
     /// A peer wants to connect to a listener.
     Request(Box<Request>),
@@ -68,7 +68,7 @@ pub struct Request {
     pub terms: Terms,
 }
 
-/// What comes with a request or an answer.
+/// What comes with a connection request or its reply.
 #[derive(Clone, Debug, Default)]
 pub struct Terms {
     /// As received; devices pad it with zeros.
@@ -101,7 +101,7 @@ impl Channel {
         unsafe { (*self.raw.as_ptr()).fd }
     }
 
-    /// What librdmacm knows it by.
+    /// The pointer that librdmacm knows it by.
     #[cfg(test)]
     pub fn as_ptr(&self) -> *mut rdma_event_channel {
         self.raw.as_ptr()
@@ -223,7 +223,8 @@ impl Id {
         Ok(Id { raw, channel: channel.clone(), library })
     }
 
-    /// Takes an address, for its family only; [`Id::device`] then tells whose it is, unless it is everybody's.
+    /// Binds to an address, for its family only; [`Id::device`] then tells which device has it, unless it is the wildcard
+    /// address.
     ///
     /// # Errors
     /// The address is taken or no device has it.
@@ -255,7 +256,7 @@ impl Id {
     /// Starts to look for the device that leads to `address`.
     ///
     /// # Errors
-    /// None does.
+    /// No device does.
     pub fn resolve_address(&self, address: SocketAddr, timeout_ms: c_int) -> Result<(), Error> {
         let mut to = Sockaddr::from(address);
         let resolve = self.library.rdma_resolve_addr;
@@ -264,7 +265,7 @@ impl Id {
         self.check(done, "looking for an RDMA device")
     }
 
-    /// Starts to look for the way to the peer.
+    /// Starts to look for the route to the peer.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -285,7 +286,7 @@ impl Id {
         unsafe { (*self.as_ptr()).port_num }
     }
 
-    /// Of a request: the GID that our answers go to, as the IPv6 address that it is on RoCE (an IPv4 address is mapped).
+    /// Of a request: the GID that our answers go to, as an IPv6 address, which it is on RoCE (an IPv4 address is mapped).
     pub fn peer_gid(&self) -> Option<Ipv6Addr> {
         // SAFETY: alive.
         let route = unsafe { &(*self.as_ptr()).route };
@@ -298,7 +299,7 @@ impl Id {
         Some(Ipv6Addr::from(unsafe { path.dgid.raw }))
     }
 
-    /// Starts to connect. `private_data` of at most 56 bytes.
+    /// Starts to connect. `private_data` has at most 56 bytes.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -334,10 +335,10 @@ impl Id {
         }
     }
 
-    /// Has its events on another channel from now on.
+    /// Moves the identifier and its events to another channel.
     ///
     /// # Errors
-    /// The kernel refuses; it stays where it is.
+    /// The kernel refuses; the identifier stays where it is.
     pub fn migrate(&mut self, to: &Arc<Channel>) -> Result<(), Error> {
         let migrate = self.library.rdma_migrate_id;
         // SAFETY: both are alive, and no event of the identifier is unacknowledged.

@@ -1,8 +1,8 @@
-//! libibverbs and librdmacm, found when they are needed.
+//! libibverbs and librdmacm, loaded when they are first needed.
 //!
-//! The library has no NEEDED on either: programs load it where rdma-core is not installed. What is called more often
-//! than once a connection (`ibv_post_send`, `ibv_poll_cq` and their like) is no function of these libraries, but of the
-//! device's driver behind a table in its context.
+//! Our own library has no NEEDED entry for either, so programs can load it where rdma-core is not installed. What is called
+//! more often than once a connection (`ibv_post_send`, `ibv_poll_cq` and the like) is not a function of these libraries, but
+//! one of the device's driver, behind a table in its context.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -81,7 +81,7 @@ enum Which {
 /// The libraries, loaded at the first call.
 ///
 /// # Errors
-/// The same at every call, when one is missing or too old.
+/// One of them is missing or too old; the error is the same at every call.
 pub fn get() -> Result<&'static Library, Error> {
     static LIBRARY: OnceBox<Result<Library, Error>> = OnceBox::new();
     #[cfg(any(test, feature = "fuzz"))]
@@ -108,12 +108,12 @@ fn open(name: &CStr) -> Result<*mut c_void, Error> {
 /// `name` ends in NUL.
 fn find(library: *mut c_void, name: &'static str) -> Result<*mut c_void, Error> {
     let symbol: *const c_char = name.as_ptr().cast();
-    // SAFETY: an open library, and a string that the macro has ended.
+    // SAFETY: an open library, and a string that the macro has terminated.
     let found = unsafe { libc::dlsym(library, symbol) };
     if found.is_null() { Err(missing("rdma-core is too old")) } else { Ok(found) }
 }
 
-/// With dlerror(3)'s own words, which name the file or the symbol.
+/// The error, in dlerror(3)'s own words, which name the file or the symbol.
 fn missing(remedy: &str) -> Error {
     // SAFETY: no preconditions.
     let said = unsafe { libc::dlerror() };

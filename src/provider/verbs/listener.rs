@@ -1,4 +1,4 @@
-//! Requests of peers: where they are awaited, and who is let in.
+//! Connection requests of peers: where they are awaited, and who is let in.
 #![forbid(unsafe_code)]
 
 use std::ffi::c_int;
@@ -18,7 +18,7 @@ use super::{Verbs, devices, some_device};
 
 /// Requests that may wait for this process at a listener.
 const BACKLOG: c_int = 128;
-/// Connections that may have to go for another one to be accepted.
+/// How many connections may have to go so that another one can be accepted.
 const MAKE_ROOM: usize = 4;
 
 /// Listens at the addresses of one TCP socket, on every device that one of them belongs to.
@@ -39,7 +39,7 @@ pub(super) struct Refusals {
 }
 
 impl Refusals {
-    /// How many were not told of since the last line; `None` if it is not time for one.
+    /// How many refusals the log was not told of since the last line; `None` if it is not yet time for another.
     pub(super) fn tell(&mut self, now: Instant) -> Option<u32> {
         if self.told.is_some_and(|told| now.duration_since(told) < Duration::from_secs(1)) {
             self.untold += 1;
@@ -51,8 +51,8 @@ impl Refusals {
 }
 
 impl Listener {
-    /// Listens at `places`. Where iWARP devices are left out, and there is one, every other device's addresses are
-    /// listened at one by one: an iWARP device shares its ports with TCP, so that a listener on all would fail.
+    /// Listens at `places`. If iWARP devices are left out and there is one, it listens at every other device's addresses one
+    /// by one: an iWARP device shares its ports with TCP, so a listener on all addresses would fail.
     ///
     /// # Errors
     /// There is no device, or none has such an address, or the port is taken.
@@ -71,7 +71,7 @@ impl Listener {
             }
             let mut ends =
                 if any { socket::local_addresses(places.interface.as_deref()) } else { vec![*address] };
-            // RDMA-CM takes a listener at a loopback address for one at any address.
+            // RDMA-CM treats a listener at a loopback address as one at any address.
             ends.retain(|at| at.is_ipv4() == address.is_ipv4() && places.contain(*at));
             for mut at in ends {
                 at.set_port(address.port());
@@ -97,11 +97,13 @@ impl Listener {
         Ok(Listener { channel, ids, places, generation, lost: false, refusals })
     }
 
-    /// Checks who wants to connect to what: the addresses of this end and of the peer, as the program is to see them.
+    /// Checks who wants to connect, and to what. Returns the addresses of this end and of the peer, as the program is to see
+    /// them.
     ///
-    /// On RoCE and InfiniBand both come from the private data of the request, which whoever can send a datagram writes as
-    /// he likes. What he cannot choose is where our answers go: to the GID of the path, which on RoCE is an IP address
-    /// too. A port proves nothing there: the first 1024, which tell a privileged caller over TCP, are shown as others.
+    /// On RoCE and InfiniBand both come from the private data of the request, where anybody who can send a datagram can
+    /// write what he likes. He cannot choose where our answers go: to the GID of the path, which on RoCE is an IP address
+    /// too. A port proves nothing there: the first 1024, which over TCP indicate a privileged caller, are shown as other
+    /// ports.
     fn admit(&self, id: &Id, known: bool) -> Result<(SocketAddr, SocketAddr), Error> {
         let refused = |text: String| Err(Error::new(Kind::Refused, text));
         let (Some(local), Some(mut peer)) = id.addresses() else {
@@ -162,7 +164,7 @@ impl provider::Listener for Listener {
             Event::Request(request) => {
                 let peer = request.id.addresses().1;
                 let admitted = self.admit(&request.id, known).and_then(|ends| {
-                    // Before anything is made for it: who is refused is to cost little.
+                    // Before anything is allocated for the connection: refusing a peer should cost little.
                     let mut locked = Locked::least(options, true);
                     for _ in 0..MAKE_ROOM {
                         match locked {
@@ -209,7 +211,7 @@ impl provider::Listener for Listener {
     }
 }
 
-/// A port that no program takes for one of a privileged caller.
+/// A port that no program takes for a privileged caller's.
 fn unprivileged(port: u16) -> u16 {
     if port < 1024 { port + 1024 } else { port }
 }

@@ -18,14 +18,14 @@ pub(super) static LOCKED: AtomicUsize = AtomicUsize::new(0);
 /// Bytes of those that belong to connections whose peers have not yet shown that they are there.
 pub(super) static STARTING: AtomicUsize = AtomicUsize::new(0);
 
-/// A share of the memory that may be locked, given back with this.
+/// A share of the memory that may be locked, given back when this is dropped.
 pub(super) struct Locked {
     pub(super) bytes: usize,
     starting: bool,
 }
 
 impl Locked {
-    /// Room for a connection with the fewest credits. `starting`: of a peer that has not yet shown that it is there.
+    /// Takes room for a connection with the fewest credits. `starting`: its peer has not yet shown that it is there.
     pub(super) fn least(options: &Options, starting: bool) -> Result<Locked, Shortage> {
         let (budget, bytes) = (budget(), bytes(options, least(options)));
         let take = |of: &AtomicUsize, most: usize| {
@@ -55,7 +55,8 @@ impl Locked {
         }
     }
 
-    /// Room for as many credits as it may have: how many. The first connections leave room for others.
+    /// Takes room for as many credits as the connection may have, and returns how many. The first connections leave room for
+    /// others.
     pub(super) fn grow(&mut self, options: &Options) -> u32 {
         let (budget, least) = (budget(), least(options));
         let mut credits = options.credits;
@@ -74,21 +75,21 @@ impl Locked {
         credits
     }
 
-    /// Room for the fewest credits is enough.
+    /// Gives back all but room for the fewest credits.
     pub(super) fn shrink(&mut self, options: &Options) {
         let bytes = bytes(options, least(options)).min(self.bytes);
         LOCKED.fetch_sub(self.bytes - bytes, Relaxed);
         self.bytes = bytes;
     }
 
-    /// Gives back all but so many bytes, which count for ever.
+    /// Gives back all but `kept` bytes, which count for ever.
     pub(super) fn end(mut self, kept: usize) {
         self.established();
         self.bytes = self.bytes.saturating_sub(kept);
     }
 }
 
-/// What a connection that lacks it fails with.
+/// What a connection that lacks memory fails with.
 pub(super) fn lacks(shortage: Shortage, options: &Options) -> Error {
     let bytes = bytes(options, least(options));
     let text = match shortage {
@@ -112,8 +113,8 @@ pub(super) fn budget() -> usize {
     process::memlock_limit().map_or(usize::MAX, |bytes| bytes / 2)
 }
 
-/// Slabs of a connection with so many credits: Receives, as many messages in the hands of the program, and some Sends, of
-/// two slabs each.
+/// Slabs of a connection with this many credits: for Receives, for as many messages in the hands of the program, and for
+/// some Sends, two slabs each.
 pub(super) fn count(options: &Options, credits: u32) -> usize {
     (2 * credits + options.margin + 2 * credits.min(16)) as usize
 }

@@ -1,10 +1,10 @@
-//! A device that is none, in the place of rdma-core: a test says what fails and what completes, and counts what is left.
+//! A fake device in place of rdma-core: a test says what fails and what completes, and counts what is left.
 //!
-//! It knows what it may touch: the memory of requests whose completion it has not told, and what the peer has a key for.
-//! [`touch`] does so, as a device may at any time.
+//! It knows what it may touch: the memory of requests whose completion it has not reported, and what the peer has a key for.
+//! [`touch`] touches all of it, as a device may at any time.
 //!
-//! It belongs to the thread that has asked for it ([`install`]), and so to one test. Requests to connect come in as
-//! [`request`] says; what is accepted is established at once.
+//! It belongs to the thread that has called [`install`], and so to one test. [`request`] makes connection requests come in;
+//! what is accepted is established at once.
 #![allow(unsafe_code)]
 
 use std::cell::{Cell, RefCell};
@@ -18,20 +18,20 @@ use rdma_sys::*;
 use super::library::Library;
 use crate::socket::Sockaddr;
 
-/// What a test sees of the device, and has it do.
+/// What a test sees of the device, and makes it do.
 #[derive(Default)]
 pub struct Device {
-    /// Objects that are there, by their kind.
+    /// Objects that exist, by kind.
     pub there: HashMap<&'static str, usize>,
     /// How many of a kind were ever made.
     pub made: HashMap<&'static str, usize>,
     /// Functions that fail with EBUSY.
     pub fails: HashSet<&'static str>,
-    /// Only until the queue pair is gone.
+    /// These functions fail only until the queue pair is gone.
     pub relents: bool,
-    /// Of this registration's key it does not let go.
+    /// The key of a registration that it never deregisters.
     pub keeps: u32,
-    /// So much, or more, it does not register.
+    /// It does not register this many bytes, or more.
     pub refuses: usize,
     /// It has no memory windows.
     pub windowless: bool,
@@ -41,13 +41,13 @@ pub struct Device {
     pub errno: c_int,
     /// Requests that were posted: number and operation.
     pub posted: Vec<(u64, ibv_wr_opcode::Type)>,
-    /// What the send queue has room for, and how much of that is taken: only the completion of a signalled request tells
-    /// that it and those before it are not there any more.
+    /// How many requests the send queue has room for, and how many it holds: only the completion of a signalled request
+    /// tells that it and those before it are gone.
     pub depth: usize,
     taken: usize,
-    /// What the completion queue has.
+    /// What is on the completion queue.
     pub completions: VecDeque<ibv_wc>,
-    /// What comes there when an event is asked for.
+    /// What gets there when an event is asked for.
     pub late: VecDeque<ibv_wc>,
     /// An event was asked for.
     pub armed: bool,
@@ -59,24 +59,24 @@ pub struct Device {
     pub queue: VecDeque<Queued>,
     /// Receives that are under way.
     pub receives: VecDeque<Queued>,
-    /// Receives whose completion was told.
+    /// Receives whose completion was reported.
     pub received: usize,
-    /// Reads whose completion was told, by their numbers.
+    /// Reads whose completion was reported, by number.
     pub read: HashSet<u64>,
     /// What the peer may touch, by key.
     pub rights: HashMap<u32, Right>,
     /// The key of each window that is bound.
     windows: HashMap<usize, u32>,
-    /// Keys that the device has said to be dead: those of no window are so for ever.
+    /// Keys that the device has reported dead while no window had them: they stay dead for ever.
     dead: HashSet<u32>,
     /// Requests to connect that were refused.
     pub rejected: usize,
-    /// The latest identifier, its channel, and the channel of completions.
+    /// The latest identifier; the latest event channel and the latest completion channel, each with its descriptor.
     id: usize,
     channels: [(usize, c_int); 2],
-    /// What events say beside.
+    /// The status that events carry.
     status: c_int,
-    /// Of each channel, what has happened to which identifier.
+    /// For each channel, what has happened to which identifier.
     events: HashMap<usize, VecDeque<(rdma_cm_event_type::Type, usize)>>,
 }
 
@@ -84,9 +84,9 @@ pub struct Device {
 pub struct Queued {
     /// Its number.
     pub number: u64,
-    /// What it does; of a Receive it says nothing.
+    /// What it does; without meaning for a Receive.
     pub opcode: ibv_wr_opcode::Type,
-    /// Whether its completion is to be told as soon as it is there.
+    /// Whether its completion is to be reported as soon as it is there.
     pub signalled: bool,
     /// Addresses and lengths.
     pub pieces: Vec<(usize, usize)>,
@@ -101,7 +101,7 @@ pub struct Right {
     pub address: usize,
     /// How many.
     pub len: usize,
-    /// Whether it may write, and not read.
+    /// Whether it may write; else it may read.
     pub write: bool,
 }
 
@@ -120,7 +120,7 @@ pub fn installed() -> Option<&'static Library> {
     INSTALLED.with(Cell::get)
 }
 
-/// From here on this thread has the device.
+/// Gives this thread the device from here on.
 pub fn install() {
     INSTALLED.with(|installed| {
         let library = || &*Box::leak(Box::new(library()));
@@ -129,7 +129,7 @@ pub fn install() {
     with(|device| *device = Device { completes: true, refuses: usize::MAX, ..Device::default() });
 }
 
-/// Objects of a kind that are there.
+/// Objects of a kind that exist.
 pub fn there(kind: &str) -> usize {
     with(|device| device.there.get(kind).copied().unwrap_or(0))
 }
@@ -144,7 +144,7 @@ pub fn latest_key() -> u32 {
     made("mr") as u32 * 256
 }
 
-/// `from` wants to connect to `to`, at a listener that has this channel.
+/// Makes `from` ask to connect to `to`, at the listener with this channel.
 pub fn request(channel: *mut rdma_event_channel, from: SocketAddr, to: SocketAddr) {
     let id = fresh_id(channel);
     // SAFETY: just made.
@@ -156,7 +156,7 @@ pub fn request(channel: *mut rdma_event_channel, from: SocketAddr, to: SocketAdd
     event(channel, rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_REQUEST, id);
 }
 
-/// A completion comes with these.
+/// Adds a completion with these values.
 pub fn complete(status: ibv_wc_status::Type, opcode: ibv_wc_opcode::Type, number: u64) {
     // SAFETY: numbers, and a union of numbers.
     let mut wc: ibv_wc = unsafe { std::mem::zeroed() };
@@ -164,7 +164,7 @@ pub fn complete(status: ibv_wc_status::Type, opcode: ibv_wc_opcode::Type, number
     with(|device| device.completions.push_back(wc));
 }
 
-/// The same, with all that one may have.
+/// The same, with everything that a completion may have.
 pub fn completion(status: u32, opcode: u32, number: u64, len: u32, flags: u32, key: u32) {
     // SAFETY: numbers, and a union of numbers.
     let mut wc: ibv_wc = unsafe { std::mem::zeroed() };
@@ -174,7 +174,7 @@ pub fn completion(status: u32, opcode: u32, number: u64, len: u32, flags: u32, k
     with(|device| device.completions.push_back(wc));
 }
 
-/// Something has happened to the latest identifier, as the number says; or, for a request to connect, to a new one.
+/// Makes the event with this number happen to the latest identifier or, if it is a request to connect, to a new one.
 pub fn happens(what: u32, status: c_int) {
     let (id, (channel, fd)) = with(|device| (device.id, device.channels[0]));
     if fd == 0 {
@@ -190,7 +190,7 @@ pub fn happens(what: u32, status: c_int) {
     ring(fd);
 }
 
-/// Whether a completion that has come makes an event, which [`announce`] is then to tell of.
+/// Whether a completion that has come makes an event, which the caller then has to [`announce`].
 #[cfg(test)]
 pub fn makes_event() -> bool {
     with(|device| std::mem::take(&mut device.armed))
@@ -216,14 +216,15 @@ fn rang(fd: c_int) -> bool {
     unsafe { libc::eventfd_read(fd, &mut times) == 0 }
 }
 
-/// Reads and writes all that the device may now: what is gone, or another's, is found by AddressSanitizer or by who looks.
+/// Reads and writes everything that the device may touch now: AddressSanitizer finds what is freed, and whoever looks finds
+/// what is somebody else's.
 #[cfg(feature = "fuzz")]
 pub fn touch() {
     let each = |(address, len): (usize, usize), write: bool| {
         let start: *mut u8 = std::ptr::with_exposed_provenance_mut(address);
         for at in [0, len / 2, len.saturating_sub(1)].into_iter().filter(|at| *at < len) {
             let place = start.wrapping_add(at);
-            // SAFETY: that it is there is what the library owes the device.
+            // SAFETY: the library owes it to the device that this is there.
             let byte = unsafe { place.read_volatile() };
             if write {
                 // SAFETY: as above.
@@ -246,7 +247,7 @@ pub fn touch() {
 }
 
 /// # Safety
-/// `list` has so many pieces.
+/// `list` has `count` pieces.
 unsafe fn pieces(list: *const ibv_sge, count: c_int) -> Vec<(usize, usize)> {
     if list.is_null() {
         return Vec::new();
@@ -257,7 +258,7 @@ unsafe fn pieces(list: *const ibv_sge, count: c_int) -> Vec<(usize, usize)> {
 }
 
 impl Device {
-    /// A completion is told: what it says is complete the device does not touch any more.
+    /// Reports a completion: the device no longer touches what it says is complete.
     fn tell(&mut self, wc: &ibv_wc) {
         if wc.status != ibv_wc_status::IBV_WC_SUCCESS {
             return;
@@ -285,7 +286,7 @@ impl Device {
         self.taken = self.queue.len();
     }
 
-    /// A request is posted. A window is bound at once, and unbound as late as may be: when that is told.
+    /// Takes a posted request. A window is bound at once, and unbound as late as possible: when the completion is reported.
     fn take(&mut self, work: &ibv_send_wr, pieces: Vec<(usize, usize)>, signalled: bool) {
         let mut key = 0;
         if work.opcode == ibv_wr_opcode::IBV_WR_LOCAL_INV {
@@ -299,7 +300,7 @@ impl Device {
             let write = part.mw_access_flags & ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0 != 0;
             let right = Right { address: part.addr as usize, len: part.length as usize, write };
             // As a driver does.
-            // SAFETY: that it is there is what the library owes the device.
+            // SAFETY: the library owes it to the device that this is there.
             let registration = unsafe { &*part.mr };
             assert!(registration.addr.addr() <= right.address && right.len <= registration.length);
             if !self.dead.contains(&bind.rkey) {
@@ -550,7 +551,7 @@ unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
 }
 
 unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
-    // What it does not destroy has no memory any more when its registrations are gone.
+    // Even a queue pair that is not destroyed has no memory any more when its registrations are gone.
     with(|device| (device.queue.clear(), device.receives.clear()));
     // SAFETY: from `rdma_create_qp`.
     let errno = unsafe { destroy("qp", "ibv_destroy_qp", qp) };
@@ -665,7 +666,7 @@ unsafe extern "C" fn rdma_create_qp(
     attr: *mut ibv_qp_init_attr,
 ) -> c_int {
     if with(|device| device.fails.contains("rdma_create_qp")) {
-        // An errno that is not one of those after which less is asked for.
+        // An errno other than those after which the caller asks for less.
         // SAFETY: touches no memory.
         return unsafe { libc::close(-1) };
     }

@@ -8,9 +8,9 @@
 //! - The send queue completes in order (RC): a completion also ends the unsignalled requests before it. RDMA Reads are
 //!   always signalled, and end with their own completion only.
 //! - Receives complete in the order in which they were posted.
-//! - A memory region has one Registration, which owns the memory; the device's rights end before the memory goes. Where
-//!   the device does not end them, the memory stays ([`Domain::taken_back`] tells): it is tried again when the queue pair is
-//!   gone, and what is left then stays for ever.
+//! - A memory region has one Registration, which owns the memory; the device's rights end before the memory goes. If the
+//!   device does not end them, the memory stays ([`Domain::taken_back`] tells). Deregistering is tried again when the queue
+//!   pair is gone, and what is left then stays for ever.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -38,7 +38,7 @@ pub struct Capabilities {
     pub name: String,
     /// It is an iWARP device: a Read's sink is named on the wire.
     pub iwarp: bool,
-    /// RDMA Reads of the peer that it serves at a time for one queue pair.
+    /// RDMA Reads by the peer that it serves at a time for one queue pair.
     pub their_reads: u8,
     /// RDMA Reads that one queue pair may have outstanding.
     pub our_reads: u8,
@@ -59,7 +59,7 @@ pub struct Domain {
     pd: NonNull<ibv_pd>,
     capabilities: Capabilities,
     id: Arc<Id>,
-    /// What the device has not taken back, and that there is or was such a thing.
+    /// What the device has not taken back, and whether there is or ever was such a thing.
     kept: Mutex<Vec<Kept>>,
     stuck: AtomicBool,
     released: bool,
@@ -68,7 +68,7 @@ pub struct Domain {
 /// What the device has not taken back: the peer may still have rights to the memory.
 enum Kept {
     Window(NonNull<ibv_mw>),
-    /// Of so many bytes.
+    /// With its length in bytes.
     Registration(NonNull<ibv_mr>, Memory, usize),
 }
 
@@ -105,7 +105,7 @@ impl Domain {
 }
 
 impl Domain {
-    /// Whether all that was to be taken back from the device was.
+    /// Checks that the device has taken back everything that it was to take back.
     ///
     /// # Errors
     /// The peer may still use memory that it must not: the connection is to be closed.
@@ -118,7 +118,8 @@ impl Domain {
         Err(Error::new(Kind::ConnectionLost, text))
     }
 
-    /// Ends the domain, if this is its last owner: how many bytes of slabs the device keeps for ever, so that they stay locked.
+    /// Ends the domain, if this is its last owner. Returns how many bytes of slabs the device keeps for ever, so that they
+    /// stay locked.
     pub fn end(self: Arc<Domain>) -> usize {
         Arc::into_inner(self).map_or(0, |mut domain| domain.release())
     }
@@ -141,15 +142,15 @@ impl Domain {
             return 0;
         }
         let library = self.id.library();
-        // Windows come first: what they are bound to cannot go before them.
+        // Windows come first: the registrations that they are bound to cannot go before them.
         let mut kept = std::mem::take(self.kept.get_mut().unwrap_or_else(|e| e.into_inner()));
         kept.sort_by_key(|kept| matches!(kept, Kept::Registration(..)));
         let mut locked = 0;
         for kept in kept {
             match kept {
                 Kept::Window(mw) => {
-                    // What it is bound to does not go either then, if it is bound.
-                    // SAFETY: alive: it was not taken back; nobody else knows it.
+                    // If this fails and the window is bound, the registration that it is bound to does not go either.
+                    // SAFETY: alive, since it was not taken back; nobody else knows it.
                     unsafe { ibv_dealloc_mw(mw.as_ptr()) };
                 }
                 Kept::Registration(mr, memory, len) => {
@@ -162,8 +163,9 @@ impl Domain {
                 }
             }
         }
-        // A device does not end a domain that has a queue pair left, which keeps no memory of ours: its registrations are gone.
-        // SAFETY: its last owner goes; registrations and queues own it too, so none is left that is used.
+        // A device does not end a domain that still has a queue pair. Such a domain keeps no memory of ours: its
+        // registrations are gone.
+        // SAFETY: its last owner goes; registrations and queues own it too, so none that is still used is left.
         unsafe { (library.ibv_dealloc_pd)(self.pd.as_ptr()) };
         locked
     }
@@ -182,7 +184,7 @@ pub enum Fabric {
     Iwarp,
     /// Ethernet: a GID there is an IP address.
     Roce,
-    /// InfiniBand, or what cannot be told: a GID has nothing to do with IP addresses.
+    /// InfiniBand, or unknown: a GID has nothing to do with IP addresses.
     InfiniBand,
 }
 
@@ -244,7 +246,7 @@ fn capabilities(id: &Id, context: NonNull<ibv_context>) -> Result<Capabilities, 
     })
 }
 
-/// Memory that a device knows, and what anybody may do with it.
+/// Memory that a device knows, and who may do what with it.
 pub struct Registration {
     mr: NonNull<ibv_mr>,
     start: usize,
@@ -278,7 +280,7 @@ pub enum Access {
 }
 
 impl Access {
-    /// The device's words for it.
+    /// The access flags of verbs for it.
     fn flags(self, write: bool) -> u32 {
         let local = if write { ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0 } else { 0 };
         let peers = match (self, write) {
@@ -348,16 +350,16 @@ impl Registration {
     ) -> Result<Registration, Error> {
         let library = domain.id.library();
         let address = std::ptr::with_exposed_provenance_mut(start);
-        // SAFETY: the domain is alive. `memory` keeps the bytes mapped, and its type says that nobody minds what the
-        // device is allowed to do: a Region is only read, bytes of a Sink cannot be reached, and a slab is written only
-        // where a posted Receive names it, or a window whose holder keeps a Sink. Blocks of Areas that the peer may write
-        // at any time become nothing but Sinks, of which copies are made (`Areas::stay_open`).
+        // SAFETY: the domain is alive. `memory` keeps the bytes mapped, and its type makes sure that what the device is
+        // allowed to do is harmless: a Region is only read, nobody can reach the bytes of a Sink, and a slab is written only
+        // where a posted Receive names it, or a window whose holder keeps a Sink. Blocks of Areas that the peer may write at
+        // any time only become Sinks, which are copied (`Areas::stay_open`).
         let mr = unsafe { (library.ibv_reg_mr)(domain.pd.as_ptr(), address, len, flags as c_int) };
         let mr = NonNull::new(mr).ok_or_else(|| unregistered(len))?;
         Ok(Registration { mr, start, len, domain: domain.clone(), memory: Some(memory) })
     }
 
-    /// Whether it is memory of the program.
+    /// Whether it is the program's memory.
     pub fn is_lent(&self) -> bool {
         match &self.memory {
             Some(Memory::Source(region)) => region.is_lent(),
@@ -385,7 +387,7 @@ impl Registration {
     }
 }
 
-/// A registration was refused: the limit, if it is one, and the remedy.
+/// The error of a refused registration, with the limit, if that is the cause, and the remedy.
 fn unregistered(len: usize) -> Error {
     let error = failed(&format!("registering {len} bytes"));
     if error.errno() != libc::ENOMEM {
@@ -419,7 +421,8 @@ impl Drop for Registration {
 pub struct Window {
     mw: NonNull<ibv_mw>,
     domain: Arc<Domain>,
-    /// What it was bound by last: the device reads the window when that is posted.
+    /// The key that it was last bound with. The window itself gets it at the next bind only: the device reads the window
+    /// when a bind is posted.
     next: Option<u32>,
 }
 
@@ -438,18 +441,18 @@ impl Window {
         Ok(Window { mw, domain: domain.clone(), next: None })
     }
 
-    /// The key, and the request that makes it good for a part of the registration, which is nobody else's: rxe looks at the
-    /// bounds of that, and not at those of a window in it.
+    /// The key, and the request that makes it valid for a part of the registration. The registration must be nobody else's:
+    /// rxe checks its bounds, and not those of a window in it.
     pub fn bind(&mut self, to: &Registration, part: Segment, write: bool) -> (Handle, Work) {
         if let Some(key) = self.next {
-            // The device has bound it since, which it leaves to us to note.
+            // The device has bound it since, and leaves it to us to note the key.
             // SAFETY: alive; no request that names it is being posted: it is bound to nothing.
             unsafe { (*self.mw.as_ptr()).rkey = key };
         }
         // SAFETY: alive.
         let before = unsafe { (*self.mw.as_ptr()).rkey };
         // The lowest byte is ours to choose, and a key is not used twice in a row.
-        // SAFETY: computes, and touches no memory.
+        // SAFETY: only computes; touches no memory.
         let key = unsafe { ibv_inc_rkey(before) };
         self.next = Some(key);
         let rights = if write {
@@ -517,7 +520,7 @@ impl Hold {
         }
     }
 
-    /// Whether it is memory of the program.
+    /// Whether it is the program's memory.
     fn is_lent(&self) -> bool {
         match self {
             Hold::Region(region) => region.is_lent(),
@@ -532,7 +535,7 @@ pub struct Work {
     pub operation: Operation,
     /// Where the bytes are, or go.
     pub pieces: Vec<Piece>,
-    /// Bytes that go into the request itself, instead of `pieces`; nothing holds them afterwards.
+    /// Bytes that go into the request itself, instead of `pieces`; they need not be held afterwards.
     pub inline: Regions,
     /// What the pieces lie in.
     pub holds: Vec<Hold>,
@@ -549,7 +552,7 @@ pub enum Operation {
     Write(Segment),
     /// An RDMA Read from the start of the peer's memory.
     Read(WorkId, Segment),
-    /// Makes the key of a window good.
+    /// Makes the key of a window valid.
     Bind(Bind),
     /// Ends the key of a window.
     Invalidate(Handle),
@@ -563,7 +566,7 @@ pub enum Done {
         sink: Sink,
         /// Bytes of the message.
         len: usize,
-        /// The handle of ours that it has invalidated, if there is one of that name.
+        /// The handle that it invalidates, if it names one. There may be no such handle of ours.
         invalidated: Option<Handle>,
     },
     /// An RDMA Read.
@@ -574,11 +577,11 @@ pub enum Done {
 pub struct Queues {
     cq: NonNull<ibv_cq>,
     channel: NonNull<ibv_comp_channel>,
-    /// Events received and not acknowledged: destroying the completion queue waits for them.
+    /// Events received and not acknowledged: destroying the completion queue waits until they are.
     events: u32,
     /// The next completion makes an event.
     armed: bool,
-    /// One has been found since that was asked for: its event may lie there.
+    /// A completion has been found since that event was asked for: the event may be there.
     found: bool,
     depth: usize,
     pieces: usize,
@@ -607,11 +610,11 @@ struct Posted {
     holds: Vec<Hold>,
 }
 
-/// The completion of a Send with Invalidate. rxe passes on the kernel's number for it, which to users says something that
-/// concerns no connection.
+/// Marks the completion of a Send with Invalidate. rxe passes on the kernel's number for the flag, which in user space means
+/// something that concerns no connection.
 pub(super) const WITH_INVALIDATE: u32 = ibv_wc_flags::IBV_WC_WITH_INV.0 | ibv_wc_flags::IBV_WC_IP_CSUM_OK.0;
 
-/// Requests on the send queue, if the device has room for so many.
+/// Requests on the send queue, if the device has room for this many.
 const DEPTH: u32 = 256;
 /// The fewest that are of any use.
 const DEPTH_MIN: u32 = 16;
@@ -629,7 +632,7 @@ impl Queues {
     /// A queue pair with room for `receives` Receives, in memory of the first `count` of `slabs`.
     ///
     /// # Errors
-    /// The device or the system refuses, also with short queues.
+    /// The device or the system refuses, even with short queues.
     pub fn new(domain: Arc<Domain>, slabs: Arc<Slabs>, count: usize, receives: u32) -> Result<Queues, Error> {
         let slabs = vec![Registration::slabs(&domain, slabs, 0, count)?];
         let library = domain.id.library();
@@ -648,7 +651,7 @@ impl Queues {
         let limits = &domain.capabilities;
         let mut depth = DEPTH.min(limits.depth.max(DEPTH_MIN));
         let mut inline = INLINE;
-        // What a device says of itself is no promise for the sum of it: less is asked for until it is content.
+        // The limits that a device reports need not be available all at once: less is asked for until it accepts.
         loop {
             let entries = (depth + receives).min(limits.completions) as c_int;
             // SAFETY: the device is open, the channel its own.
@@ -709,7 +712,7 @@ impl Queues {
         unsafe { (*self.channel.as_ptr()).fd }
     }
 
-    /// Requests that the send queue takes now.
+    /// Requests that the send queue has room for now.
     pub fn room(&self) -> usize {
         self.depth - self.posted.len()
     }
@@ -719,7 +722,7 @@ impl Queues {
         self.posts.wrapping_sub(1)
     }
 
-    /// Whether a request is not known to be complete.
+    /// Whether a request is not yet known to be complete.
     pub fn pending(&self, number: u64) -> bool {
         self.posted.iter().any(|posted| posted.number == number)
     }
@@ -758,7 +761,7 @@ impl Queues {
         self.held
     }
 
-    /// Grows while the peer takes what was posted.
+    /// A count that grows while the peer takes what was posted.
     pub fn released(&self) -> u64 {
         self.released
     }
@@ -768,12 +771,12 @@ impl Queues {
         self.posted.iter().any(|posted| posted.signalled)
     }
 
-    /// Whether a request has failed: nothing more completes.
+    /// Whether a request has failed, after which nothing more completes.
     pub fn failed(&self) -> bool {
         self.failed.is_some()
     }
 
-    /// Whether posted requests are not known to be complete.
+    /// Whether some posted request is not yet known to be complete.
     pub fn busy(&self) -> bool {
         !self.posted.is_empty()
     }
@@ -781,7 +784,7 @@ impl Queues {
     /// Posts a Receive.
     ///
     /// # Errors
-    /// `sink` is no slab, or the device refuses: the connection is of no use then.
+    /// `sink` is not in the slabs, or the device refuses: the connection is of no use then.
     pub fn post_receive(&mut self, sink: Sink) -> Result<(), Error> {
         let piece = self.known(sink.address(), sink.len());
         let Piece(mut piece) =
@@ -863,7 +866,7 @@ impl Queues {
         // SAFETY: the queue pair is alive; the chain and its lists live across the call. Inline bytes are read by it; the
         // other pieces lie in memory that is held from here on until the request is complete or the queue pair is gone.
         let posted = unsafe { ibv_post_send(qp, first, &mut bad) };
-        // A part of the chain may have been taken: all of it is held.
+        // Even if this failed, a part of the chain may have been taken: the memory of all of it is held.
         for work in work {
             let read = match work.operation {
                 Operation::Read(id, _) => Some(id),
@@ -894,8 +897,8 @@ impl Queues {
         }
     }
 
-    /// Takes some completions from the device, for a later [`Queues::poll`], which tells of failures too. False when
-    /// there are none.
+    /// Takes some completions from the device, for a later [`Queues::poll`], which reports failures too. False when there
+    /// are none.
     ///
     /// # Errors
     /// The completion queue is broken.
@@ -911,7 +914,7 @@ impl Queues {
             if self.failed.is_none()
                 && let Err(error) = self.complete(wc)
             {
-                // What came before it comes first.
+                // What came before it is reported first.
                 self.failed = Some(error);
             }
         }
@@ -924,7 +927,7 @@ impl Queues {
         }
         let receive = wc.opcode & ibv_wc_opcode::IBV_WC_RECV != 0;
         if receive && wc.opcode != ibv_wc_opcode::IBV_WC_RECV {
-            // It takes a Receive and leaves nothing there.
+            // Such a Write takes a Receive and leaves nothing in it.
             let text = "the peer uses RDMA Write with Immediate Data, which is no message of RPC-over-RDMA";
             return Err(Error::new(Kind::Protocol, text));
         }
@@ -995,12 +998,12 @@ impl Queues {
         Error::new(kind, text)
     }
 
-    /// Whether there was a completion since an event was asked for, so that it is there, or soon.
+    /// Whether there was a completion since an event was asked for, so that the event is there or will be soon.
     pub fn found(&self) -> bool {
         self.found
     }
 
-    /// Has the descriptor tell of what comes from here on. False if something is there already.
+    /// Makes the descriptor tell of what comes from here on. False if something is there already.
     ///
     /// # Errors
     /// The device refuses, or the completion queue is broken.
@@ -1009,12 +1012,13 @@ impl Queues {
         Ok(!came && self.has_nothing())
     }
 
-    /// Whether [`Queues::poll`] has nothing of what was taken from the device.
+    /// Whether nothing that was taken from the device is left for [`Queues::poll`].
     pub fn has_nothing(&self) -> bool {
         self.done.is_empty() && self.failed.is_none()
     }
 
-    /// Asks for an event with the next completion. True if it had not been asked for: what came before makes none.
+    /// Asks for an event at the next completion. True if none had been asked for: completions that came before make no
+    /// event.
     ///
     /// # Errors
     /// The device refuses.
@@ -1045,7 +1049,7 @@ impl Queues {
     }
 }
 
-/// What the device's driver returns is an errno; the siw driver's is negative, or -1 beside errno.
+/// The error for what the device's driver returns: an errno, which from the siw driver is negative, or -1 with errno set.
 fn unposted(returned: c_int, what: &str) -> Error {
     let errno = match returned {
         -1 => std::io::Error::last_os_error().raw_os_error().unwrap_or(0),
@@ -1061,12 +1065,12 @@ impl Drop for Queues {
             return;
         }
         let library = self.domain.id.library();
-        // As rdma_destroy_qp(3) does, which does not tell what came of it.
+        // Does what rdma_destroy_qp(3) does, which does not tell whether it has worked.
         // SAFETY: made with this object. What was posted is dropped after this.
         let errno = unsafe { (library.ibv_destroy_qp)(self.qp()) };
         if errno != 0 {
-            // It lives on with its completion queue, in a domain that the device keeps. Its rights to memory end with the
-            // registrations.
+            // The queue pair lives on with its completion queue, in a domain that the device keeps. Its rights to memory end
+            // with the registrations.
             return self.domain.stick("a queue pair", errno);
         }
         // SAFETY: alive; the queue pair is gone.

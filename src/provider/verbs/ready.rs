@@ -1,5 +1,5 @@
-//! A queue pair on its device: what goes out from where it lies and what is copied, when a completion is asked for, and the
-//! registrations that the peer may use.
+//! A queue pair on its device: what is sent from where it lies and what is copied first, when a completion is asked for, and
+//! the registrations that the peer may use.
 #![forbid(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -27,27 +27,29 @@ use super::{Failed, LEND_MIN, READS, lost};
 
 /// Longest RDMA Write that is registered at a time: a long reply need not be pinned as a whole.
 const WRITE_MAX: usize = 1 << 20;
-/// Most requests that such a Write becomes: every send queue has room for them. Where it has more pieces than these take, a copy
-/// costs less than their registrations.
+/// Most requests that such a Write becomes: every send queue has room for this many. If it has more pieces than these
+/// requests can name, a copy costs less than registering the pieces.
 const WRITES_MAX: usize = 8;
-/// Longest exposure.
+/// Longest segment that is exposed.
 const SEGMENT_MAX: u64 = 1 << 30;
-/// A completion is asked for after so many requests without one.
+/// A completion is asked for after this many requests without one.
 const UNSIGNALLED: u32 = 7;
-/// How long the device may take with the program's memory after the peer's answer is out: as long as the peer takes
-/// something, and in all.
+/// How long the device may keep the program's memory after the reply to the peer is out: without the peer taking anything,
+/// and in all.
 const RELEASE_IDLE: Duration = Duration::from_millis(100);
 const RELEASE_WAIT: Duration = Duration::from_secs(1);
-/// When a peer has let somebody wait so, results are copied for so long: whoever stands holds the program's loop once.
+/// After a peer has made the program wait like that, results are copied for this long: a stalled peer holds up the program's
+/// loop only once.
 const RELEASE_COPIES: Duration = Duration::from_secs(10);
-/// How long the device may take to end the key of a window; without the window it ends at once.
+/// How long the device may take to invalidate the key of a window; after that the window is freed, which ends its key at
+/// once.
 const INVALIDATE: Duration = Duration::from_millis(100);
 /// How long a connection that the program closes may take to send what is queued.
 pub(super) const DRAIN: Duration = Duration::from_millis(200);
-/// Where no byte can be written, and none is.
+/// The target of a Write of zero bytes: nothing can be written there.
 const NOWHERE: Segment = Segment { handle: Handle(0), length: 0, offset: 0 };
 
-/// Until when what the program lends is copied, in milliseconds of [`now_ms`]: some peer has just stood.
+/// Until when memory that the program lends is copied, in milliseconds of [`now_ms`]: some peer has just stalled.
 pub(super) static COPIES_UNTIL: AtomicU64 = AtomicU64::new(0);
 
 fn now_ms() -> u64 {
@@ -80,7 +82,7 @@ enum Stage {
     Open,
 }
 
-/// A queue pair that can be used, by the peer too as soon as it is there.
+/// A queue pair that can be used; the peer can use it too as soon as it is there.
 pub struct Ready {
     stage: Stage,
     options: Options,
@@ -94,43 +96,43 @@ pub struct Ready {
     /// For Reply chunks, and for what the peer reads of short ones.
     areas: Option<Arc<Areas>>,
     sources: Option<Arc<Areas>>,
-    /// Those of their blocks that are registered.
+    /// The blocks of both that are registered.
     blocks: Vec<Registration>,
-    /// Requests that make the keys of windows good, before anything that names them.
+    /// Requests that make the keys of windows valid; they are posted before anything that names those keys.
     binds: VecDeque<Work>,
     /// Windows that are bound to nothing.
     windows: Vec<Window>,
-    /// What waits for room on the send queue or for a slab.
+    /// Requests that wait for room on the send queue or for a slab.
     pending: VecDeque<WorkRequest>,
     /// Requests since the last one that was signalled.
     unsignalled: u32,
-    /// When the last ones were posted.
+    /// When requests were last posted.
     pub(super) posted: Option<Instant>,
     /// Receives that were posted before they were asked for.
     early: u32,
     receives: u32,
-    /// Slabs whose Receive was handed up as a copy: the next Receive lies in one of them.
+    /// Slabs whose message was handed up as a copy: the next Receive uses one of them.
     spare: Vec<Buf>,
     /// Bytes of RDMA Reads under way.
     reads: FxHashMap<WorkId, u32>,
     terms: Terms,
-    /// The latest request that sees, or has shown, whether the peer is there.
+    /// The latest request whose completion shows, or has shown, that the peer is there.
     probe: Option<u64>,
     moved: u64,
     pulled: u64,
-    /// The peer has gone: what it sent before is still taken.
+    /// The peer has gone: what it sent before that is still received.
     ending: Option<Error>,
     looked_at: LookedAt,
 }
 
-/// When somebody looks whether there is something to do.
+/// When the caller looks for something to do.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum LookedAt {
-    /// When the descriptor tells.
+    /// When the descriptor becomes readable.
     Told,
-    /// Without a pause, and events are left alone.
+    /// Without a pause; events are left unread.
     Always,
-    /// When it occurs to somebody, and events lie there that were left alone.
+    /// Now and then; events that were left unread are still there.
     Sometime,
 }
 
@@ -138,7 +140,8 @@ impl Ready {
     /// Makes the queue pair and posts the first Receives, before the peer can send.
     ///
     /// # Errors
-    /// The device refuses, or has not what the connection needs. Nothing is left of it then but what the device keeps.
+    /// The device refuses, or lacks what the connection needs. Then nothing is left of the connection except what the device
+    /// keeps.
     pub fn new(
         id: Arc<Id>,
         channel: Arc<Channel>,
@@ -162,8 +165,9 @@ impl Ready {
         let mut ready = Ready {
             stage: Stage::Prepared,
             receives: least(&options) + options.margin,
-            // For what a peer may send before the layer above posts its own: one call, and what needs no credit.
-            // Were they more than that posts at first, Receives of another length would come later than it thinks.
+            // For what a peer may send before the layer above posts its own Receives: one call, and what needs no credit. If
+            // there were more of them than that layer posts at first, Receives of another length would be posted later than
+            // it thinks.
             early: options.margin,
             options,
             channel,
@@ -196,7 +200,7 @@ impl Ready {
         }
     }
 
-    /// What the peer needs to be able to send.
+    /// Sets up what the peer needs to be able to send.
     fn equip(&mut self) -> Result<(), Error> {
         for _ in 0..self.early {
             let slab = self.slabs.take().ok_or_else(|| lost("no slab for a Receive"))?;
@@ -210,7 +214,7 @@ impl Ready {
             if !capabilities.windows {
                 areas.stay_open();
             }
-            // Replies come first: they have the other half.
+            // Replies have priority: the other half is left to them.
             self.sources = Some(Areas::lazy(LEND_MIN, areas.most() / 2));
         }
         self.watch.add(self.queues.fd())?;
@@ -240,7 +244,7 @@ impl Ready {
         }
     }
 
-    /// Active side: asks the peer.
+    /// Active side: asks the peer to connect.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -260,7 +264,7 @@ impl Ready {
         self.domain.id().accept(&self.private_data(), their_reads, our_reads)
     }
 
-    /// The peer is there, with these terms on the active side.
+    /// The peer is there; on the active side, with these terms.
     pub fn established(&mut self, terms: Terms) {
         match self.stage {
             Stage::Connecting => {
@@ -315,14 +319,14 @@ impl Ready {
             locked,
             ..
         } = self;
-        // A window that is bound keeps a queue pair of rxe for a while.
+        // With rxe, a window that is bound keeps the queue pair alive for a while.
         drop((exposed, windows, blocks));
         for areas in areas.iter().chain(&sources) {
             areas.end();
         }
         drop((queues, binds, pending, spare));
-        // A device that is removed waits for the last object on it. The next connection may need the memory at once; what
-        // the device keeps stays locked.
+        // Removal of a device waits for the last object on it, and the next connection may need the memory at once. What the
+        // device keeps stays locked.
         locked.end(domain.end());
         failed
     }
@@ -346,7 +350,7 @@ impl Ready {
         )
     }
 
-    /// What the peer's connection manager has brought with its request or its answer.
+    /// The private data of the peer's connection request or reply.
     pub fn peers_private_data(&self) -> &[u8] {
         &self.terms.private_data
     }
@@ -388,7 +392,7 @@ impl Ready {
             && let WorkRequest::Send { gather, .. } | WorkRequest::Write { gather, .. } = &mut request
         {
             for piece in gather.iter_mut().filter(|piece| piece.is_lent()) {
-                // Where there is no memory for a copy it goes from where it lies.
+                // If there is no memory for a copy, the piece is sent from where it lies.
                 let Ok(copy) = piece.owned() else { continue };
                 stats::add(Counter::BytesCopied, copy.len() as u64);
                 *piece = copy;
@@ -422,7 +426,7 @@ impl Ready {
             COPIES_UNTIL.store(until, Relaxed);
         }
         if self.queues.lent() {
-            // Closing need not wait for it once more.
+            // So that closing does not wait for it once more.
             self.probe = Some(self.queues.latest());
             return Err(Error::new(Kind::NotSent, "the peer does not take its reply"));
         }
@@ -443,7 +447,7 @@ impl Ready {
                 self.pending.push_front(request);
                 break;
             }
-            // Whether completions will come that give memory back.
+            // Whether completions that free memory are still to come.
             let others = !work.is_empty() || self.queues.busy();
             match self.prepare(request, others)? {
                 Prepared::Work(more) => work.extend(more),
@@ -460,7 +464,7 @@ impl Ready {
         }
         let full = !work.is_empty() && work.len() == self.queues.room();
         if full || !(self.pending.is_empty() && self.binds.is_empty()) {
-            // Nothing else would ever tell that there is room again, and to ask for it takes room as well.
+            // Only a completion tells that there is room again, and asking for one takes room as well.
             match work.last_mut() {
                 Some(last) => last.signalled = true,
                 None if self.queues.awaits() => {}
@@ -475,7 +479,7 @@ impl Ready {
         self.queues.post(work)
     }
 
-    /// Posts what waits: what was found may have made room, and nothing else tells of that.
+    /// Posts what waits: the completions that were found may have made room, and nothing else tells of that.
     fn go_on(&mut self) -> Result<(), Error> {
         if self.pending.is_empty() && self.binds.is_empty() {
             return Ok(());
@@ -483,20 +487,21 @@ impl Ready {
         self.start()
     }
 
-    /// Starts what goes; whether all of it is gone.
+    /// Posts what there is room for. Returns whether nothing is left pending.
     ///
     /// # Errors
     /// The device refuses.
     pub fn flush(&mut self) -> Result<bool, Error> {
         self.start()?;
-        // What the peer has taken is known, and goes on, though nobody may take up what has come beside it.
+        // Completions of what the peer has taken are collected, and more is posted, even if nobody polls for what has come
+        // in meanwhile.
         while (!self.pending.is_empty() || self.queues.held() > 0) && self.queues.collect()? {
             self.go_on()?;
         }
         Ok(self.pending.is_empty())
     }
 
-    /// Zero bytes to nowhere, which an iWARP peer notices.
+    /// Posts a Write of zero bytes, which an iWARP peer notices.
     pub fn nudge(&mut self) {
         if self.domain.capabilities().iwarp {
             self.post(WorkRequest::Write { gather: Regions::new(), to: NOWHERE });
@@ -532,7 +537,7 @@ impl Ready {
             WorkRequest::Write { gather, to } => self.prepare_write(gather, to, others),
             WorkRequest::Read { id, sink, at, from } => {
                 let domain = &self.domain;
-                // RFC 5040 has an iWARP Read name its sink to the peer, by a key that lets the peer write there.
+                // By RFC 5040 an iWARP Read names its sink to the peer, by a key that lets the peer write there.
                 let access = if domain.capabilities().iwarp { Access::Remote } else { Access::Local };
                 let part = sink.part(at, from.length as usize);
                 let address = part.address();
@@ -553,7 +558,7 @@ impl Ready {
         }
     }
 
-    /// Requests on the send queue that a request may become.
+    /// How many requests on the send queue a request may become.
     fn needs(&self, request: &WorkRequest) -> usize {
         match request {
             WorkRequest::Write { gather, to } if self.is_gathered(to) && !self.is_scattered(gather) => {
@@ -563,17 +568,17 @@ impl Ready {
         }
     }
 
-    /// Whether a Write goes from where its pieces lie.
+    /// Whether a Write is sent from where its pieces lie.
     fn is_gathered(&self, to: &Segment) -> bool {
         (self.slab() + 1..=WRITE_MAX).contains(&(to.length as usize))
     }
 
-    /// Whether so many pieces might never find room on the send queue.
+    /// Whether there are so many pieces that the send queue might never have room for them.
     fn is_scattered(&self, gather: &[Region]) -> bool {
         gather.len() > WRITES_MAX * self.queues.pieces()
     }
 
-    /// A Send longer than a slab, which goes as one request whatever its pieces are.
+    /// A Send longer than a slab, which becomes one request whatever its pieces are.
     fn prepare_long_send(
         &mut self,
         mut gather: Regions,
@@ -629,7 +634,7 @@ impl Ready {
         Ok(Prepared::Work(work))
     }
 
-    /// Names memory for a request: by the slabs' registration what lies there, all else by one of its own.
+    /// Names memory for a request: what lies in the slabs by their registration, anything else by a registration of its own.
     fn name(&mut self, gather: &[Region]) -> Result<(Vec<Piece>, Vec<Hold>), Error> {
         let (mut pieces, mut holds) = (Vec::new(), Vec::new());
         for source in gather.iter().filter(|source| !source.is_empty()) {
@@ -652,8 +657,8 @@ impl Ready {
         self.slabs.size()
     }
 
-    /// A request for the bytes of at most one slab's length: from where they lie if the device knows that place, else
-    /// copied into a slab. `None` when no slab is free.
+    /// A request for at most one slab's length of bytes: from where they lie if they are in the slabs, else copied into a
+    /// slab. `None` when no slab is free.
     fn slab_work(&mut self, operation: Operation, gather: &[Region]) -> Result<Option<Work>, Error> {
         let queues = &self.queues;
         let known = |piece: &Region| queues.known(piece.as_ptr().addr(), piece.len());
@@ -699,7 +704,8 @@ impl Ready {
                     let invalidated = invalidated.filter(|_| ended.is_some());
                     if let Some(Exposed { window, memory }) = ended {
                         stats::add(Counter::Invalidations, 1);
-                        // Whatever the device says of a key that it does not have yet: what it would be bound to goes here.
+                        // The device may report a key whose Bind is not posted yet. The memory that it would be bound to
+                        // goes here, so the Bind goes too.
                         let binds = |work: &Work| {
                             invalidated.is_some_and(|handle| matches!(work.operation, Operation::Bind(bind) if bind.key() == handle.0))
                         };
@@ -727,7 +733,7 @@ impl Ready {
                 return Ok(None);
             }
             let told = std::mem::replace(&mut self.looked_at, LookedAt::Told) == LookedAt::Told;
-            // Nearly always it is the only event where one has told.
+            // If the descriptor told of something, this is nearly always the only event.
             if !self.takes_event_of_found() || !told {
                 self.look_around()?;
             }
@@ -737,19 +743,20 @@ impl Ready {
         }
     }
 
-    /// Until [`Ready::rest`] or [`Ready::leave`] it is looked at without a pause, which takes no system call: events are left
-    /// alone.
+    /// The caller polls without a pause until [`Ready::rest`] or [`Ready::leave`]. That takes no system call: events are
+    /// left unread.
     pub fn spin(&mut self) {
         self.looked_at = LookedAt::Always;
     }
 
-    /// Nobody waits for the descriptor: no event is asked for. Whether there is nothing to do, as far as is known.
+    /// Nobody waits for the descriptor, so no event is asked for. Returns whether there is nothing to do, as far as is
+    /// known.
     pub fn leave(&mut self) -> bool {
         self.looked_at = LookedAt::Sometime;
         self.queues.has_nothing() && self.ending.is_none()
     }
 
-    /// Whether the descriptor tells of all that is left to do.
+    /// Returns whether the descriptor tells of everything that is left to do.
     ///
     /// # Errors
     /// The device refuses.
@@ -807,7 +814,7 @@ impl Ready {
 
     pub fn expose_source(&mut self, region: Region) -> Result<Segment, Error> {
         let lent = region.is_lent();
-        // What registering costs is far more than a copy of so little.
+        // Registering costs far more than copying so little.
         if region.len() < LEND_MIN
             && let Some(sources) = self.sources.clone()
             && let Some(mut copy) = sources.take(region.len())
@@ -817,7 +824,7 @@ impl Ready {
             let copy = copy.freeze();
             let place =
                 Segment { handle: Handle(0), length: copy.len() as u32, offset: copy.as_ptr().addr() as u64 };
-            // Where so much cannot be locked, what is needed perhaps can.
+            // If a whole block cannot be locked, what this call needs perhaps can.
             if let Ok(exposed) = self.expose_part(&sources, place, false, Memory::Source(copy)) {
                 return Ok(exposed);
             }
@@ -843,7 +850,7 @@ impl Ready {
         let place = Segment { handle: Handle(0), length: sink.len() as u32, offset: sink.address() as u64 };
         if let Some(areas) = self.areas.clone()
             && areas.block_of(place.offset as usize, sink.len()).is_some()
-            // Where so much cannot be locked, what is needed perhaps can.
+            // If a whole block cannot be locked, what this call needs perhaps can.
             && let Ok(exposed) = self.expose_part(&areas, place, true, Memory::Sink(sink.clone()))
         {
             return Ok(exposed);
@@ -852,7 +859,7 @@ impl Ready {
         self.expose(registration, true)
     }
 
-    /// Gives the peer a key for a part of a block, which is registered with its first use.
+    /// Gives the peer a key for a part of a block, which is registered at its first use.
     fn expose_part(
         &mut self,
         areas: &Areas,
@@ -897,7 +904,7 @@ impl Ready {
         self.domain.taken_back()
     }
 
-    /// A key cannot be made to name other memory, and using a dead one costs the peer the connection anyhow.
+    /// A key cannot be made to name other memory, and if the peer uses a dead one the connection ends anyhow.
     pub fn detach(&self, handle: Handle) -> Result<(), Error> {
         let lent = |exposed: &Exposed| matches!(&exposed.memory, Memory::Own(own) if own.is_lent());
         if !self.exposed.get(&handle.0).is_some_and(lent) {
@@ -915,12 +922,12 @@ impl Ready {
         if self.has_windows() { Access::Windows } else { Access::Remote }
     }
 
-    /// One that is bound to nothing.
+    /// A window that is bound to nothing.
     fn window(&mut self) -> Result<Window, Error> {
         self.windows.pop().map_or_else(|| Window::new(&self.domain), Ok)
     }
 
-    /// Ends the peer's key for memory, and the registration of that.
+    /// Ends the peer's key for memory, and the memory's registration.
     fn unbind(&mut self, handle: Handle, exposed: Exposed) -> Result<(), Error> {
         let Exposed { window: Some(window), .. } = exposed else { return Ok(()) };
         let unbound = |work: &Work| matches!(work.operation, Operation::Bind(bind) if bind.key() == handle.0);
@@ -931,7 +938,7 @@ impl Ready {
             let (pieces, inline, holds) = (Vec::new(), Regions::new(), Vec::new());
             let queues = &mut self.queues;
             if queues.room() == 0 {
-                // Without the window its key is dead too.
+                // Freeing the window ends its key too.
                 return Ok(());
             }
             stats::add(Counter::Doorbells, 1);
@@ -965,7 +972,7 @@ impl Ready {
 
     // ---------------------------------------------------------------------------------------------------- the end
 
-    /// What was sent before the program closes comes first, unless it is there by now or the peer is as good as gone.
+    /// Waits for what was sent before the program closed, unless it has arrived by now or the peer is as good as gone.
     pub fn farewell(&mut self) {
         if !self.is_open() {
             return;
@@ -974,18 +981,19 @@ impl Ready {
         if leaves && !self.stands() {
             let _ = self.drain();
         }
-        // And the peer is to see an end, not a reset: an iWARP device that is torn down at once may take back the last words.
+        // The peer should also see an orderly end, not a reset: an iWARP connection that is torn down at once may lose what
+        // was sent last.
         if leaves && self.domain.capabilities().iwarp {
             self.disconnect();
             let _ = self.settle(DRAIN, |_| true);
         }
     }
 
-    /// Posts what the peer's device answers by itself; what was posted the last time must be complete.
+    /// Posts a request that the peer's device answers by itself; the one that was posted the last time must be complete.
     pub fn ask(&mut self) -> Result<(), Error> {
         let before = self.probe;
         let queues = &mut self.queues;
-        // For the next poll.
+        // What is collected is for the next poll.
         queues.collect()?;
         if before.is_some_and(|number| queues.pending(number)) {
             return Err(lost("the peer does not answer any more"));
@@ -997,19 +1005,20 @@ impl Ready {
         Ok(())
     }
 
-    /// Whether something may still be on its way. Of what is not signalled nobody tells: that is, if it was posted long ago.
+    /// Whether something may still be on its way. No completion tells of an unsignalled request: it counts as arrived if it
+    /// was posted long ago.
     pub(super) fn leaves(&self) -> bool {
         let lately = self.posted.is_some_and(|posted| posted.elapsed() < DRAIN);
         lately || !self.pending.is_empty() || self.queues.awaits()
     }
 
-    /// Whether the peer has not answered yet, and nothing was sent since it was asked.
+    /// Whether the peer has not answered the latest probe yet, and nothing was sent since.
     fn stands(&self) -> bool {
         let asked = |number| self.queues.pending(number) && self.queues.latest() == number;
         self.pending.is_empty() && self.probe.is_some_and(asked)
     }
 
-    /// Sees what was posted on its way: destroying the queue pair would throw it away.
+    /// Waits until what was posted has gone out: destroying the queue pair would throw it away.
     fn drain(&mut self) -> Result<(), Error> {
         self.start()?;
         let queues = &mut self.queues;
@@ -1019,7 +1028,7 @@ impl Ready {
         self.settle(DRAIN, Queues::busy)
     }
 
-    /// Waits as long as `so` holds of what was posted, the peer is there, and the time lasts.
+    /// Waits while `so` holds for what was posted, the peer is there, and time is left.
     fn settle(&mut self, time: Duration, so: impl Fn(&Queues) -> bool) -> Result<(), Error> {
         let deadline = Instant::now() + time;
         while so(&self.queues) && !self.queues.failed() {
@@ -1041,7 +1050,7 @@ impl Ready {
 }
 
 impl Work {
-    /// Zero bytes to nowhere: it is complete when everything before it is.
+    /// A Write of zero bytes: it is complete when everything before it is.
     fn nothing() -> Work {
         let (pieces, inline, holds) = (Vec::new(), Regions::new(), Vec::new());
         Work { operation: Operation::Write(NOWHERE), pieces, inline, holds, signalled: true }

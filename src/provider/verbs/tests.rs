@@ -1,5 +1,5 @@
-//! What can be shown without a device, and, for a machine with one, what needs it: tests named `on_a_device` are ignored
-//! unless asked for, and connect to VERBS_ADDRESS, an address of the device.
+//! Tests that need no device and, for a machine with one, tests that do: those named `on_a_device` are ignored unless asked
+//! for, and connect to VERBS_ADDRESS, an address of the device.
 
 use std::net::IpAddr;
 use std::sync::{Mutex, MutexGuard};
@@ -80,7 +80,7 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// A connection of the mock device, which is all that this process has.
+/// A connection of the mock device, the only one that this process has.
 fn mocked(options: Options) -> (MutexGuard<'static, ()>, Verbs) {
     let alone = alone();
     COPIES_UNTIL.store(0, Relaxed);
@@ -115,7 +115,7 @@ fn who_sleeps_on_a_connection_wakes_when_this_side_ends_it() {
     assert!(!woken(&verbs));
     verbs.close();
     assert!(woken(&verbs));
-    // Whenever it comes to sleep.
+    // However late somebody goes to sleep.
     assert!(verbs.poll().is_err() && woken(&verbs));
 }
 
@@ -148,7 +148,7 @@ fn who_looks_without_a_pause_leaves_events_alone_and_the_descriptor_tells_of_wha
     comes();
     mock::announce();
     assert!(woken(&verbs) && finds(&mut verbs) && verbs.poll().unwrap().is_none() && !woken(&verbs));
-    // What has come between the last look and the request for an event makes none.
+    // What has come between the last look and the request for an event makes no event.
     assert!(verbs.spin());
     comes();
     mock::announce();
@@ -156,14 +156,14 @@ fn who_looks_without_a_pause_leaves_events_alone_and_the_descriptor_tells_of_wha
     comes();
     assert!(!verbs.rest() && !verbs.rest(), "until it is taken");
     assert!(finds(&mut verbs) && verbs.poll().unwrap().is_none() && verbs.rest());
-    // The event of what a spin has found may be late.
+    // The event of what a spin has found may come late.
     assert!(verbs.spin());
     comes();
     assert!(finds(&mut verbs) && verbs.rest() && !woken(&verbs));
     mock::announce();
     comes();
     assert!(woken(&verbs) && finds(&mut verbs) && verbs.poll().unwrap().is_none() && !woken(&verbs));
-    // Where nobody waits no event is asked for; the one that lies there is taken when somebody does.
+    // Where nobody waits, no event is asked for; one that is already there is taken when somebody does wait.
     let event = || mock::makes_event().then(mock::announce).is_some();
     assert!(verbs.spin());
     comes();
@@ -219,10 +219,10 @@ fn what_waits_for_room_goes_on_with_a_completion_before_an_event_is_asked_for_or
     }
 }
 
-/// A device as it should be: one event for each time that one was asked for, which may come late.
+/// A device that behaves as it should: one event for each time that one was asked for, which may come late.
 struct Honest {
     verbs: Verbs,
-    /// Of Receives: how many have completed, and of how many it was told.
+    /// How many Receives have completed, and how many of those were reported.
     received: u64,
     told: u64,
     /// An event has still to come.
@@ -272,7 +272,7 @@ impl Honest {
         self.verbs.flush().expect("it works");
     }
 
-    /// The first signalled Send under way completes, or all that are.
+    /// Completes the first signalled Send under way, or all of them.
     fn sent(&mut self, all: bool) {
         let number = mock::with(|device| {
             let of_sends = device.completions.iter().filter(|wc| wc.opcode != RECEIVED);
@@ -287,7 +287,7 @@ impl Honest {
         }
     }
 
-    /// What it is that nobody would ever be told of, if one waits for the descriptor now.
+    /// What nobody would ever be told of, if somebody waited for the descriptor now.
     fn hides(&self) -> Option<&'static str> {
         let woken = wait::until(self.verbs.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
         if woken || self.event {
@@ -360,7 +360,7 @@ fn whatever_the_order_the_descriptor_tells_of_all_that_is_left_to_do() {
                 assert_eq!(device.hides(), None, "after {steps:?}");
             }
         }
-        // Else its end waits for what is under way.
+        // Otherwise its end would wait for what is under way.
         mock::with(|device| device.broken = true);
     }
 }
@@ -371,7 +371,7 @@ fn the_end_is_told_when_nothing_else_has_come() {
     assert!(verbs.poll().unwrap().is_none());
     mock::happens(rdma_cm_event_type::RDMA_CM_EVENT_DISCONNECTED, 0);
     assert_eq!(verbs.poll().err().map(|error| error.kind()), Some(Kind::ConnectionLost));
-    // The event of a reply that a spin has found lies before it.
+    // The event of a reply that a spin has found is still there before it.
     let mut verbs = established(options());
     assert!(verbs.poll().unwrap().is_none() && verbs.spin());
     mock::completion(ibv_wc_status::IBV_WC_SUCCESS, RECEIVED, 0, 28, 0, 0);
@@ -379,15 +379,15 @@ fn the_end_is_told_when_nothing_else_has_come() {
     assert!(verbs.poll().unwrap().is_some() && verbs.poll().unwrap().is_none() && verbs.leave());
     mock::happens(rdma_cm_event_type::RDMA_CM_EVENT_DISCONNECTED, 0);
     assert!(verbs.poll().is_err());
-    // Of what fails on the way no descriptor tells.
+    // No descriptor tells of what fails on the way.
     let mut verbs = established(options());
     assert!(verbs.poll().unwrap().is_none() && verbs.rest());
-    // Not in memory that the device knows; those before it count as posted.
+    // The last one is not in memory that the device knows; those before it count as posted.
     (0..=4).for_each(|_| verbs.post_recv(Buf::with_capacity(100).unwrap().into_sink(100)));
     assert!(!verbs.rest() && verbs.poll().is_err() && verbs.rest());
 }
 
-/// RFC 8166 §4.5.4 has memory taken back before it is used again.
+/// By RFC 8166 §4.5.4 memory is taken back before it is used again.
 #[test]
 fn memory_that_the_device_does_not_take_back_is_kept_and_the_connection_ends() {
     for function in ["ibv_dereg_mr", "ibv_dealloc_mw"] {
@@ -395,7 +395,7 @@ fn memory_that_the_device_does_not_take_back_is_kept_and_the_connection_ends() {
         let mut program = Program::new(&[0; 8192]);
         let exposed = verbs.expose_sink(program.sink()).expect("exposed");
         verbs.flush().expect("bound");
-        // What cannot be invalidated in time goes with its window.
+        // A key that cannot be invalidated in time goes with its window.
         mock::with(|device| device.completes = false);
         mock::with(|device| device.fails.insert(function));
         let error = verbs.invalidate(exposed.handle).expect_err(function);
@@ -454,7 +454,7 @@ fn a_queue_pair_that_does_not_go_keeps_no_right_to_memory() {
     assert_eq!(LOCKED.load(Relaxed), 0, "the slabs are the device's no more");
 }
 
-/// What counts is what the device has, for reply chunks as for slabs, and whenever it fails.
+/// Only what the device keeps counts, for reply chunks as for slabs, and whenever it fails.
 #[test]
 fn what_counts_as_locked_is_what_the_device_keeps() {
     let most = 64 << 20;
@@ -538,7 +538,7 @@ fn a_block_for_reply_chunks_is_registered_once_and_given_back_with_the_connectio
     }
     keys.dedup();
     assert_eq!((mock::made("mr"), keys.len()), (before, 3), "a key of its own for each call");
-    // Calls at the same time have blocks of their own, and what is longer is registered for one call.
+    // Calls at the same time have blocks of their own, and anything longer is registered for one call.
     for (len, registered) in [(1000, 0), (1000, 1), (1000, 2), (block + 1, 3)] {
         let area = memory.reply_area(len).unwrap();
         handles.push((verbs.expose_sink(area.clone()).expect("exposed").handle, area));
@@ -652,7 +652,7 @@ fn a_device_without_windows_registers_the_room_for_replies_once_too() {
 fn a_device_that_refuses_who_has_opened_it_is_not_used_any_more() {
     let (_alone, mut verbs) = mocked(options());
     assert!(!are_refused());
-    // As the drivers of siw, and others, say it.
+    // As the siw driver returns it, and as others do.
     for errno in [-libc::EACCES, libc::EACCES] {
         REFUSED.store(false, Relaxed);
         mock::with(|device| device.errno = errno);
@@ -723,7 +723,7 @@ fn a_connection_gets_its_memory_when_it_is_established_and_those_before_share_a_
     assert!(starting.len() <= STARTING_MAX, "{} are being made", starting.len());
     assert_eq!(LOCKED.load(Relaxed), few * starting.len());
     assert!(LOCKED.load(Relaxed) <= budget() / 2, "the others have the rest");
-    // One that goes makes room, and so does one that is established.
+    // A connection that goes makes room, and so does one that is established.
     listener.asked_by("10.1.2.5:1000");
     let mut gone = false;
     let mut make_room = |_, _| {
@@ -787,14 +787,14 @@ fn closing_does_not_wait_for_what_was_sent_long_ago() {
     assert!(verbs.flush().expect("posted"));
     let ready = verbs.ready().expect("open");
     assert!(ready.leaves());
-    // Nobody will tell of it, since it is not signalled.
+    // No completion will tell of it, since it is not signalled.
     ready.posted = Some(Instant::now() - DRAIN);
     let before = Instant::now();
     verbs.close();
     assert!(before.elapsed() < DRAIN / 2, "{:?}", before.elapsed());
 }
 
-/// A server that has no memory for what comes sends on, and knows that its peer is there.
+/// A server that has no memory for what comes in goes on sending, and knows that its peer is there.
 #[test]
 fn what_the_peer_takes_is_known_though_nobody_takes_what_comes() {
     let (_alone, mut verbs) = mocked(options());
@@ -902,7 +902,7 @@ fn a_reply_whose_peer_stands_holds_the_loop_once_and_not_for_long() {
     let before = Instant::now();
     verbs.close();
     assert!(before.elapsed() < DRAIN / 2, "closing waits for it once more: {:?}", before.elapsed());
-    // What is sent to others while somebody stands does not depend on them.
+    // What is sent to other peers while one stalls does not depend on them.
     let mut other = established(options());
     let (kept, over, time) = long(&mut other);
     assert!(kept.is_ok() && over && time < Duration::from_millis(50), "{kept:?} {time:?}");

@@ -1,11 +1,12 @@
 //! Captures of iWARP connections (`packets`): TCP streams -> MPA, DDP and RDMAP -> what a log at level wire would tell.
 //!
-//! A connection is told as its client sees it: what the client has sent goes out. A stream is put together in order. Where bytes
-//! are missing that is said, once the other end has acknowledged them for a while or there is no more room for what comes behind
-//! them, and the next message is looked for there (`resume`). A CRC that is wrong is said, where the connection has them.
+//! A connection is shown as its client sees it: what the client has sent goes out. A stream is put together in order. If
+//! bytes are missing, that is reported once the other end has acknowledged them for a while or there is no more room for
+//! what follows them, and the next message is looked for after them (`resume`). A wrong CRC is reported, if the connection
+//! has CRCs.
 //!
 //! # Invariants
-//! - Whatever a capture holds, no more is kept for a connection than [`WAITING`], one message, and four FPDUs, each way.
+//! - Whatever a capture contains, no more is kept for a connection than [`WAITING`], one message, and four FPDUs, each way.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, HashMap};
@@ -24,15 +25,15 @@ use resume::Found;
 pub mod packets;
 mod resume;
 
-/// Bytes of one direction that wait for others before them, and of all connections.
+/// Most bytes that wait for earlier ones: in one direction, and on all connections.
 const WAITING: usize = 4 << 20;
 const ALL_WAITING: usize = 64 << 20;
 
-/// A capture need not have its packets in their order: what is missing is missing when so many of the other end's have
-/// acknowledged it.
+/// A capture need not have its packets in order: bytes count as missing when this many packets of the other end have
+/// acknowledged them.
 const ACKNOWLEDGED: u32 = 16;
 
-/// Bytes that are looked at behind what is missing, again and again, to find the next message, before that is given up.
+/// How many bytes after a gap are looked at in all, some again and again, to find the next message before that is given up.
 const EFFORT: usize = 256 << 20;
 
 /// Bytes of a message that are kept: its header, and what an RPC message begins with.
@@ -44,7 +45,8 @@ const STREAMS: usize = 1 << 16;
 #[cfg(test)]
 const STREAMS: usize = 64;
 
-/// What a capture tells, in the order of its packets, and how many of these there are. `None`: it was not to go on.
+/// Tells what a capture contains, in the order of its packets, and returns how many packets there are. `None`: it was not to
+/// go on.
 ///
 /// # Errors
 /// Of the file.
@@ -58,7 +60,7 @@ pub fn read(input: impl Read, mut tell: impl FnMut(Line) -> bool) -> io::Result<
         match packets.next() {
             Ok(Some(part)) => reader.take(part),
             Ok(None) => break,
-            // What came before it is there.
+            // What came before the error is there.
             Err(error) if error.kind() == io::ErrorKind::InvalidData && packets.counts.packets > 0 => {
                 reader.say(None, None, error.to_string());
                 break;
@@ -81,7 +83,7 @@ struct Reader {
     others: u64,
     /// Packets so far.
     heard: u64,
-    /// Connections that were given up for others.
+    /// Connections that were given up to make room for others.
     beyond: u64,
 }
 
@@ -90,10 +92,10 @@ struct Stream {
     number: i32,
     client: SocketAddr,
     server: SocketAddr,
-    /// What the client has sent, and what the server has.
+    /// What the client has sent, and what the server has sent.
     halves: [Half; 2],
     request: Option<StartFrame>,
-    /// Both ends have said that there are CRCs.
+    /// Whether both ends have said that there are CRCs.
     crc: bool,
     /// When the last packet came, and which it was.
     last: Option<Time>,
@@ -104,16 +106,16 @@ struct Stream {
 /// One direction.
 #[derive(Default)]
 struct Half {
-    /// The sequence number that it has begun with, if that is known.
+    /// The first sequence number, if that is known.
     first: Option<u32>,
     /// The sequence number of the next byte, once one is known.
     next: Option<u32>,
     /// Bytes in order so far.
     position: u64,
-    /// What came too early, and when, by its position.
+    /// What came too early, and when, by position.
     early: BTreeMap<u64, (Option<Time>, Vec<u8>)>,
     early_bytes: usize,
-    /// In order, and not understood yet.
+    /// Bytes in order that are not decoded yet.
     pending: Vec<u8>,
     started: bool,
     /// The position where FPDUs begin.
@@ -123,14 +125,14 @@ struct Half {
     /// How often bytes were missing, and how many in all.
     gaps: u64,
     lost: u64,
-    /// Where the next FPDU begins is not known; what has been done to find it.
+    /// Whether the beginning of the next FPDU is being looked for, and how many bytes were looked at for it.
     searching: bool,
     effort: usize,
-    /// It was found in the midst of a message, of which the rest is passed over.
+    /// It was found in the midst of a message, whose rest is skipped.
     amid: bool,
     /// Nothing more is read of it.
     given_up: bool,
-    /// The sequence number behind its last byte, once its end is known.
+    /// The sequence number after its last byte, once its end is known.
     end: Option<u32>,
     message: Vec<u8>,
     message_bytes: u64,
@@ -142,12 +144,12 @@ const CLIENT: usize = 0;
 const SERVER: usize = 1;
 
 impl Stream {
-    /// Whether a segment that begins a connection is the one of this connection once more.
+    /// Whether a segment that begins a connection is the one that began this connection, seen again.
     fn was_begun_by(&self, first: &Part) -> bool {
         let half = &self.halves[CLIENT];
         let same = match half.first {
             Some(known) => known == first.sequence,
-            // The answer to it may have been captured before.
+            // The answer to it may have been captured before it.
             None => half.position == 0 && !half.given_up,
         };
         !self.ended && same && first.from == self.client
@@ -167,7 +169,7 @@ impl Reader {
         let key = if part.from < part.to { (part.from, part.to) } else { (part.to, part.from) };
         let anew = part.syn && part.ack.is_none();
         let mut stream = match self.streams.remove(&key) {
-            // A client has the same port again, a reserved one say, also where nothing came of the time before.
+            // A client may use the same port again, for example a reserved one, even if the attempt before came to nothing.
             Some(stream) if !anew || stream.was_begun_by(&part) => stream,
             old => {
                 if let Some(mut old) = old.filter(|old| !old.ended) {
@@ -178,7 +180,7 @@ impl Reader {
                     self.make_room();
                 }
                 self.count = self.count.saturating_add(1);
-                // Who answers a connection is its server.
+                // The end that answers a SYN is the server.
                 let (client, server) =
                     if part.syn && part.ack.is_some() { (part.to, part.from) } else { (part.from, part.to) };
                 Stream {
@@ -203,8 +205,8 @@ impl Reader {
         self.streams.insert(key, stream);
     }
 
-    /// Forgets the connections that have ended, and where that is not enough a quarter of the others: those that have been silent for the
-    /// longest time.
+    /// Forgets the connections that have ended and, if that is not enough, a quarter of the others: those that have been
+    /// silent for the longest time.
     fn make_room(&mut self) {
         self.streams.retain(|_, stream| !stream.ended);
         if self.streams.len() <= STREAMS / 4 * 3 {
@@ -257,7 +259,7 @@ impl Reader {
         if fin {
             stream.halves[which].end.get_or_insert(sequence.wrapping_add(length));
         }
-        // What comes before an end may be captured behind it.
+        // What comes before an end may be captured after it.
         if stream.halves.iter().all(|half| half.is_whole()) {
             self.finish(stream);
             self.closed(stream, at);
@@ -265,7 +267,7 @@ impl Reader {
         }
     }
 
-    /// Says so, if both ends have closed it.
+    /// Reports the end of a connection that both ends have closed.
     fn closed(&mut self, stream: &Stream, at: Option<Time>) {
         if stream.request.is_some() && stream.halves.iter().all(|half| half.end.is_some()) {
             let why = "both ends have closed it".into();
@@ -273,7 +275,7 @@ impl Reader {
         }
     }
 
-    /// Puts data where it belongs: to what is in order, or to what waits for others before it.
+    /// Puts data where it belongs: with what is in order, or with what waits for earlier bytes.
     fn place(&mut self, stream: &mut Stream, which: usize, at: Option<Time>, sequence: u32, data: Vec<u8>) {
         loop {
             let half = &mut stream.halves[which];
@@ -284,7 +286,7 @@ impl Reader {
             let ahead = sequence.wrapping_sub(next) as i32;
             let from = half.position.wrapping_add_signed(ahead.into());
             if ahead <= 0 {
-                // Some of it may have been there before.
+                // Some of it may be known already.
                 let known = ahead.unsigned_abs() as usize;
                 if let Some(new) = data.get(known..).filter(|new| !new.is_empty()) {
                     half.arrived(new);
@@ -309,7 +311,7 @@ impl Reader {
         }
     }
 
-    /// The other end has got all before that: if some of it is not here, it will not be.
+    /// The other end has received everything before `ack`: what is not here by now will not come.
     fn acknowledge(&mut self, stream: &mut Stream, which: usize, ack: u32) {
         let half = &mut stream.halves[which];
         let Some((&first, _)) = half.early.first_key_value() else { return };
@@ -320,7 +322,7 @@ impl Reader {
         }
     }
 
-    /// What waited and has its turn.
+    /// Takes what has waited and is now in order.
     fn catch_up(&mut self, stream: &mut Stream, which: usize) {
         loop {
             let half = &mut stream.halves[which];
@@ -337,7 +339,7 @@ impl Reader {
         }
     }
 
-    /// What comes before that position is missing: says so, and goes on behind it.
+    /// What comes before position `to` is missing: reports that, and goes on from there.
     fn skip(&mut self, stream: &mut Stream, which: usize, to: u64, at: Option<Time>) {
         let half = &mut stream.halves[which];
         let (bytes, position, first) = (to.saturating_sub(half.position), half.position, half.gaps == 0);
@@ -375,7 +377,7 @@ impl Reader {
         }
     }
 
-    /// At the end of a stream, or of the capture.
+    /// Called at the end of a stream, or of the capture.
     fn finish(&mut self, stream: &mut Stream) {
         if stream.request.is_none() && !stream.ended {
             self.others += 1;
@@ -418,7 +420,7 @@ impl Reader {
 
     // ---- iWARP ----------------------------------------------------------------------------------------------------
 
-    /// Takes as much of what has arrived as is complete.
+    /// Decodes as much of what has arrived as is complete.
     fn understand(&mut self, stream: &mut Stream, which: usize, at: Option<Time>) {
         if stream.halves[which].given_up {
             return;
@@ -439,7 +441,7 @@ impl Reader {
         if stream.halves[which].searching {
             let half = &mut stream.halves[which];
             let from = half.position - pending.len() as u64;
-            // FPDUs are whole words.
+            // FPDUs are whole 32-bit words.
             let first = half.begins.wrapping_sub(from) as usize % 4;
             match resume::next(&pending, first, stream.crc, &mut half.effort) {
                 Found::At(at) => (used, half.searching) = (at, false),
@@ -467,7 +469,7 @@ impl Reader {
         stream.halves[which].pending = pending;
     }
 
-    /// A startup frame, and its length. `Err`: this is no iWARP, or not to be read.
+    /// Takes a startup frame and returns its length. `Err`: this is not iWARP, or cannot be read.
     fn start(
         &mut self,
         stream: &mut Stream,
@@ -525,7 +527,7 @@ impl Reader {
         Ok(Some(length))
     }
 
-    /// `Err`: why the direction is not understood from here on.
+    /// Takes one FPDU. `Err`: why the direction cannot be decoded from here on.
     fn fpdu(
         &mut self,
         stream: &mut Stream,
@@ -560,7 +562,7 @@ impl Reader {
                 }
             }
             ddp::Header::Tagged { last, .. } => {
-                // A long call begins with what it calls.
+                // A long call begins with its program and procedure.
                 let begins = half.response_bytes == 0;
                 half.response_bytes += payload.len() as u64;
                 let total = half.response_bytes;
@@ -595,7 +597,7 @@ impl Reader {
                 if last {
                     let message = std::mem::take(&mut half.message);
                     let bytes = std::mem::take(&mut half.message_bytes);
-                    // A first one without bytes says that the connection is up.
+                    // A first message without bytes says that the connection is up.
                     if bytes > 0 {
                         let beyond = bytes - message.len() as u64;
                         self.message(
@@ -661,19 +663,19 @@ impl Reader {
     }
 }
 
-/// What bytes that wait take, with the place that they lie in.
+/// How much memory waiting bytes take, including their entry.
 fn cost(bytes: &[u8]) -> usize {
     bytes.len() + 64
 }
 
 impl Half {
-    /// Whether its end is known, and nothing before that is to come any more.
+    /// Whether its end is known, and nothing before that is still to come.
     fn is_whole(&self) -> bool {
         let there = |end: u32| self.next.is_none_or(|next| end.wrapping_sub(next) as i32 <= 0);
         self.end.is_some_and(|end| self.given_up || there(end))
     }
 
-    /// Of what comes before that position nothing more is expected.
+    /// Expects nothing more before that position.
     fn resume_at(&mut self, position: u64) {
         let lost = position.saturating_sub(self.position);
         self.position += lost;
@@ -692,7 +694,7 @@ impl Half {
     }
 }
 
-/// What an RPC message calls (RFC 5531 §9).
+/// The XID of an RPC call, and what it calls (RFC 5531 §9).
 fn call(message: &[u8]) -> Option<(u32, [u32; 3])> {
     let words = words::<6>(message)?;
     let [xid, 0, 2, program, version, procedure] = words else { return None };

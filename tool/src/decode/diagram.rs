@@ -1,5 +1,6 @@
-//! Calls as a sequence diagram: the client on the left, the server on the right, one step below the other. Steps have one height
-//! each, for a Read may take a thousand times as long as a Send; times stand beside them, at the end that has seen them.
+//! Calls as a sequence diagram: the client on the left, the server on the right, one step below the other. Heights do not
+//! follow times, for a Read may take a thousand times as long as a Send; times stand beside the steps, at the end that has
+//! seen them.
 
 use super::log::{Message, Time};
 use super::show::{credits, details, is_back, since, title};
@@ -21,7 +22,7 @@ const TIME: Style = Style::new(11.0, colour::FAINT);
 /// Draws calls of one connection.
 ///
 /// # Errors
-/// They are of several connections.
+/// The calls are of several connections.
 pub fn draw(trace: &Trace, chosen: &[usize], names: &Programs) -> Result<Picture, String> {
     let calls: Vec<&Call> = chosen.iter().map(|&at| &trace.calls[at]).collect();
     let Some(first) = calls.first() else { return Err("no call to draw".into()) };
@@ -31,7 +32,7 @@ pub fn draw(trace: &Trace, chosen: &[usize], names: &Programs) -> Result<Picture
     let end = |end: Option<usize>| end.map(|end| &trace.connections[end]);
     let mut steps: Vec<(&Call, &Step)> =
         calls.iter().flat_map(|call| call.steps.iter().map(move |step| (*call, step))).collect();
-    // Stable: each call's own are in order.
+    // A stable sort: each call's own steps stay in order.
     steps.sort_by_key(|(_, step)| step.at.or(step.done));
     let began = steps.iter().find_map(|(_, step)| step.at.or(step.done));
     let name = |call: &Call| {
@@ -93,7 +94,7 @@ fn about(trace: &Trace, calls: &[&Call]) -> String {
     parts.join(", ")
 }
 
-/// `of`: what is called, where a picture has several calls.
+/// The height of a step. `of`: what is called, if a picture has several calls.
 fn tall(step: &Step, of: Option<&str>) -> f64 {
     match &step.kind {
         Kind::Call(message) | Kind::Reply(message) => {
@@ -106,7 +107,7 @@ fn tall(step: &Step, of: Option<&str>) -> f64 {
     }
 }
 
-/// What stands above a message's arrow, below its name.
+/// The lines above a message's arrow, below its name.
 fn lines(message: &Message, call: bool, of: Option<&str>) -> Vec<String> {
     let room = RIGHT - LEFT - 24.0;
     let mut lines: Vec<String> = of.map(|of| fitting(of, PLAIN.size, room)).into_iter().collect();
@@ -188,14 +189,14 @@ fn draw_step(
     }
 }
 
-/// Beside an end, outside.
+/// Writes a time beside an end, on the outside.
 fn time(picture: &mut Picture, x: f64, y: f64, began: Option<Time>, at: Option<Time>) {
     let text = since(began, at).replace("us", "\u{b5}s");
     let (anchor, aside) = if x == LEFT { (Anchor::End, -10.0) } else { (Anchor::Start, 10.0) };
     picture.text(x + aside, y + 4.0, TIME.at(anchor), &text);
 }
 
-/// As much as there is room for.
+/// As much of a text as there is room for.
 fn fitting(text: &str, size: f64, room: f64) -> String {
     if width(text, size) <= room {
         return text.to_owned();

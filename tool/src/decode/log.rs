@@ -1,7 +1,7 @@
-//! Lines of the library's log, as src/log.rs writes them and who logs there: text -> values.
+//! Lines of the library's log, as src/log.rs and those who log through it write them: text -> values.
 //!
-//! A line is somebody else's: nothing in it is taken for granted, and what of it is kept as text is shown by
-//! [`crate::words::shown`] only.
+//! A line is somebody else's: nothing in it is taken for granted, and what is kept of it as text is shown only through
+//! [`crate::words::shown`].
 
 use std::hash::Hash;
 
@@ -13,7 +13,7 @@ pub type Time = i64;
 /// A line of the log.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Line {
-    /// The README leaves it out.
+    /// Optional: the README's logs have no time.
     pub at: Option<Time>,
     pub process: u32,
     pub level: Level,
@@ -31,7 +31,7 @@ pub enum Level {
     Wire,
 }
 
-/// What it tells.
+/// What a line tells.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// A message goes out or has come.
@@ -44,7 +44,7 @@ pub enum Event {
     Invalidated { handle: u32 },
     /// A program's call, before its message.
     Call { xid: u32, program: [u32; 3], bytes: u64 },
-    /// The length of an RPC call whose message has gone, of which nothing else is known.
+    /// The length of an RPC call whose message has gone; nothing else is known of it.
     CallBytes { xid: u32, bytes: u64 },
     /// A request, after its message.
     Request { xid: u32, program: [u32; 3] },
@@ -56,18 +56,18 @@ pub enum Event {
     Accepted { from: Box<str>, how: Box<str> },
     /// Its end.
     Closed { why: Box<str> },
-    /// Anything else that is said.
+    /// Any other text.
     Said(Box<str>),
 }
 
-/// A header and what came with it. A log has very many, and all of them are kept: so they are small.
+/// A header and what came with it. It is small, since a log has very many and all of them are kept.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Message {
     /// RDMA_MSG and so on.
     pub procedure: &'static str,
     pub xid: u32,
     pub credits: u32,
-    /// In Version Two.
+    /// Known in Version Two only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub is_call: Option<bool>,
     pub reads: Box<[ReadSegment]>,
@@ -80,7 +80,7 @@ pub struct Message {
     /// Of an RDMA_ERROR or of an extension's message, in words.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rest: Option<Box<str>>,
-    /// Sent with Invalidate.
+    /// The handle, if it was sent with Invalidate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub invalidates: Option<u32>,
 }
@@ -104,7 +104,7 @@ impl Message {
         self.procedure.ends_with("_ERROR")
     }
 
-    /// What the same message has at both its ends, however it was sent.
+    /// What is the same for a message at both ends, however it was sent.
     pub fn likeness(&self) -> impl PartialEq + Hash {
         let Message { procedure, xid, credits, is_call, reads, writes, reply, cut, payload, rest, .. } = self;
         (procedure, xid, credits, is_call, reads, writes, reply, cut, payload, rest)
@@ -128,7 +128,7 @@ pub enum Refused {
 /// When it tells nothing.
 pub fn parse(line: &str) -> Result<Line, Refused> {
     let mut rest = Text(line.trim_end_matches('\r'));
-    // Something may stand before it, such as a name that a service manager has added.
+    // Something may precede it, such as a name that a service manager has added.
     let start = rest.0.find("rpcrdma[").ok_or(Refused::Foreign)?;
     let (before, from) = rest.0.split_at(start);
     let at = before.trim_end().rsplit(' ').next().and_then(time);
@@ -164,7 +164,7 @@ pub fn parse(line: &str) -> Result<Line, Refused> {
     Ok(Line { at, process, level, fd, event })
 }
 
-/// Whether so little of a line is there that it does not tell yet whose it is: the rest may have been cut off.
+/// Whether a line is too short to tell whose it is: the rest may have been cut off.
 pub fn is_beginning(line: &str) -> bool {
     const TIME: &str = "0000-00-00T00:00:00.000000Z ";
     let form: String = line.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
@@ -275,7 +275,7 @@ const PROCEDURES: [&str; 12] = [
     "RDMA2_OPTIONAL",
 ];
 
-/// The library shows no more than eight entries of a list: two bytes, `[]`, are a chunk.
+/// Most entries of a list. The library shows no more than eight; without a limit every two bytes, `[]`, would make a chunk.
 const LISTED: usize = 16;
 
 fn message(text: &mut Text) -> Option<Message> {

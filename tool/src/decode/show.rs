@@ -11,10 +11,10 @@ use crate::numbers::grouped;
 use crate::programs::Programs;
 use crate::words::shown;
 
-/// Prints all of it, by connection.
+/// Prints everything, by connection.
 ///
 /// # Errors
-/// Of `out`.
+/// Those of `out`.
 pub fn text(trace: &Trace, names: &Programs, out: &mut impl Write) -> io::Result<()> {
     let mut count = 0;
     let mut by_end: Vec<Vec<usize>> = vec![Vec::new(); trace.connections.len()];
@@ -99,7 +99,7 @@ fn heading(trace: &Trace, connection: &Connection) -> String {
     text
 }
 
-/// Whether it was made by the end that has accepted the connection.
+/// Whether a call was made by the end that has accepted the connection.
 pub fn is_back(trace: &Trace, call: &Call) -> bool {
     let role = |end: Option<usize>| end.and_then(|end| trace.connections[end].role);
     role(call.caller) == Some(Role::Server) || role(call.callee) == Some(Role::Client)
@@ -175,7 +175,7 @@ pub fn title(message: &Message) -> String {
     format!("{}{with}", message.procedure)
 }
 
-/// What it says of credits.
+/// What a message says of credits.
 pub fn credits(message: &Message, call: bool) -> String {
     let word = if call { "asks for" } else { "grants" };
     match message.credits {
@@ -185,7 +185,7 @@ pub fn credits(message: &Message, call: bool) -> String {
     }
 }
 
-/// What lies in it and what it names.
+/// What a message contains and what it names.
 pub fn details(message: &Message, call: bool) -> Vec<String> {
     let mut parts = Vec::new();
     if let Some(bytes) = message.payload {
@@ -306,7 +306,7 @@ struct Skipped {
     unknown: u64,
 }
 
-/// All connections, one after the other: of none there is a second copy.
+/// All connections, written one after the other, so that none is copied.
 struct Ends<'a>(&'a Trace);
 
 impl<'a> Serialize for Ends<'a> {
@@ -356,7 +356,7 @@ impl Serialize for Calls<'_> {
 }
 
 impl<'a> Document<'a> {
-    /// What is asked for.
+    /// The document of what is asked for.
     pub fn new(trace: &'a Trace, names: &'a Programs) -> Document<'a> {
         let skipped = |why| trace.refused.get(&why).map_or(0, |(lines, ..)| *lines);
         Document {

@@ -24,7 +24,7 @@ fn kinds(call: &Call) -> String {
     call.steps.iter().map(letter).collect()
 }
 
-/// What all of it is, without what depends on the order of ends.
+/// Everything in a trace, except what depends on the order of ends.
 fn digest(trace: &Trace) -> Vec<String> {
     let mut calls: Vec<String> = trace
         .calls
@@ -120,7 +120,7 @@ fn the_order_of_logs_does_not_matter_and_one_end_is_enough() {
 
 #[test]
 fn a_log_that_one_can_go_back_in_and_one_that_comes_through_a_pipe_tell_the_same() {
-    // In order; and not, with another log behind it, from the midst of a file on.
+    // In order; and out of order, with another log after it, from the midst of a file on.
     let twice = format!("{CHUNKS}{CALL_BACK}nonsense\n{CHUNKS}");
     for log in [CHUNKS, CALL_BACK, &twice] {
         let mut file = Cursor::new(format!("of another time\n{log}"));
@@ -141,7 +141,7 @@ fn of_calls_that_nobody_asks_for_there_are_no_steps() {
                 let some = read(Cursor::new(CALL_BACK), start, wanted).unwrap();
                 assert_eq!(some.shown, [at]);
                 assert!(some.calls.iter().enumerate().all(|(one, call)| one == at || call.steps.is_empty()));
-                // Else as in the whole, to the numbers and to which ends belong together.
+                // Otherwise as in the whole, down to the numbers and to which ends belong together.
                 let mut whole = trace(CALL_BACK);
                 whole.shown = vec![at];
                 assert_eq!(printed(&some), printed(&whole));

@@ -1,12 +1,12 @@
-//! What belongs together: lines -> connections, and their calls with all that moved for them.
+//! Puts together what belongs together: lines -> connections, and their calls with everything that moved for them.
 //!
-//! A call is a message and the next one the other way with its XID on the same connection. RDMA Reads and Writes belong to the
-//! call that names their handles, an invalidation too. Where both ends have logged, a call that one has sent and the other
-//! has got, alike to the last chunk, is one call; their connections are one from then on.
+//! A call is a message and the next one the other way with its XID on the same connection. RDMA Reads and Writes belong to
+//! the call that names their handles, and so do invalidations. If both ends have logged, a call that one end has sent and
+//! the other has received, alike to the last chunk, is one call, and from then on their connections are one.
 //!
 //! # Invariants
 //! - Nothing that a log says makes this fail, loop, or take more memory than a few times the log.
-//! - Of a call that nobody has asked for no step is kept.
+//! - No step is kept of a call that was not asked for.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
@@ -15,14 +15,14 @@ use serde::Serialize;
 
 use super::log::{Event, Level, Line, Message, Refused, Segment, Time};
 
-/// All of it.
+/// Everything that was read.
 #[derive(Debug, Default)]
 pub struct Trace {
     pub connections: Vec<Connection>,
     pub calls: Vec<Call>,
-    /// Those that are asked for.
+    /// The calls that were asked for.
     pub shown: Vec<usize>,
-    /// What is said of no connection.
+    /// Remarks that belong to no connection.
     pub remarks: Vec<Remark>,
     /// Lines that tell nothing: how many, the number of the first one, and its text.
     pub refused: BTreeMap<Refused, (u64, u64, String)>,
@@ -81,7 +81,7 @@ impl Wanted {
 
 #[derive(Debug)]
 pub struct Call {
-    /// The end that has made it, or that it has come to if the other one did not log.
+    /// The end that has made the call, and the one that it has come to; `None` for one that did not log.
     pub caller: Option<usize>,
     pub callee: Option<usize>,
     pub xid: u32,
@@ -93,21 +93,21 @@ pub struct Call {
     pub replied: bool,
     /// The RDMA_ERROR that it was answered with.
     pub error: Option<Box<str>>,
-    /// What its message has at both ends, as a number.
+    /// What its message has in common at both ends, as a number.
     likeness: u64,
-    /// The half with its XID that came before it.
+    /// The previous half of a call with the same XID.
     half_before: Option<u32>,
 }
 
-/// One thing that moved or ended.
+/// Something that moved or ended.
 #[derive(Clone, Debug)]
 pub struct Step {
     pub kind: Kind,
     /// When it began, where it began.
     pub at: Option<Time>,
-    /// When it was complete or has arrived.
+    /// When it was complete or had arrived.
     pub done: Option<Time>,
-    /// Where its line stands, for those without a time.
+    /// The place of its line, for steps without a time.
     order: usize,
 }
 
@@ -119,7 +119,7 @@ pub enum Kind {
     /// By the callee.
     Write(Segment),
     Reply(Box<Message>),
-    /// Of the caller's memory, or else of the callee's.
+    /// The handle is of the caller's memory, or else of the callee's.
     Invalidated {
         handle: u32,
         caller: bool,
@@ -127,7 +127,7 @@ pub enum Kind {
 }
 
 impl Connection {
-    /// Where it was seen: at one end, or on the way.
+    /// Where the connection was seen: at one end, or on the wire.
     pub fn place(&self) -> String {
         match self.process {
             0 => format!("TCP stream {}", self.fd),
@@ -137,7 +137,7 @@ impl Connection {
 }
 
 impl Call {
-    /// From its first message to its last one, in microseconds, where it was made if that is known.
+    /// The time from its first message to its last one, in microseconds, at the calling end if that is known.
     pub fn took(&self) -> Option<Time> {
         let find = |wanted: fn(&Kind) -> bool| self.steps.iter().find(|step| wanted(&step.kind));
         let call = find(|kind| matches!(kind, Kind::Call(_)))?;
@@ -150,7 +150,7 @@ impl Call {
         self.steps.iter().find_map(|step| step.at.or(step.done))
     }
 
-    /// The connection that it is told under.
+    /// The connection that the call is shown under.
     pub fn connection(&self, trace: &Trace) -> usize {
         let end = self.caller.or(self.callee).unwrap_or_default();
         trace.first_end(end)
@@ -158,7 +158,7 @@ impl Call {
 }
 
 impl Trace {
-    /// Of a connection's two ends, the one that it is told under: the client's, or that which was seen first.
+    /// Of a connection's two ends, the one that it is shown under: the client's, or the one that was seen first.
     pub fn first_end(&self, end: usize) -> usize {
         match self.connections[end].other {
             Some(other) if self.connections[other].role == Some(Role::Client) => other,
@@ -167,11 +167,11 @@ impl Trace {
         }
     }
 
-    /// Reads lines, which may be of several logs one after the other.
+    /// Reads lines, which may come from several logs, one after the other.
     pub fn read(mut lines: Vec<Line>, wanted: Wanted) -> Trace {
         let mut reader = Reader::new(wanted);
         if !lines.iter().filter_map(|line| line.at).is_sorted() {
-            // Lines without a time stay behind what they follow.
+            // Lines without a time stay after the line that they follow.
             let mut latest = Time::MIN;
             let mut at: Vec<Time> = Vec::with_capacity(lines.len());
             for line in &lines {
@@ -201,9 +201,9 @@ pub struct Reader {
     order: usize,
     /// The connections under way, by process and descriptor.
     current: HashMap<(u32, i32), usize>,
-    /// What is under way on each connection, where something is.
+    /// What is under way on each connection, if anything.
     states: Vec<Option<Box<State>>>,
-    /// The latest call of which one end is not known yet, by XID.
+    /// The latest call one end of which is not known yet, by XID.
     halves: HashMap<u32, u32>,
     hasher: RandomState,
 }
@@ -216,12 +216,12 @@ struct State {
     theirs: HashMap<u32, usize>,
     /// The latest call of an XID.
     latest: HashMap<u32, usize>,
-    /// What a program's call is, before its message goes out.
+    /// A program's call, known before its message goes out.
     announced: HashMap<u32, ([u32; 3], u64)>,
     handles: HashMap<u32, usize>,
     /// RDMA Reads under way: call and step.
     reads: VecDeque<Option<(usize, usize)>>,
-    /// The latest call whose chunks the log does not show all.
+    /// The latest call whose chunks the log does not show completely.
     cut: Option<usize>,
     /// Something was sent or has come.
     used: bool,
@@ -240,7 +240,7 @@ impl Reader {
         }
     }
 
-    /// What has come of it.
+    /// The result.
     pub fn trace(self) -> Trace {
         let Reader { mut trace, wanted, .. } = self;
         for call in &mut trace.calls {
@@ -328,7 +328,7 @@ impl Reader {
         Some(&mut self.trace.calls[*call])
     }
 
-    /// `anew`: a new one begins here, unless what is there has only just begun.
+    /// `anew`: a new connection begins here, unless the one that is there has only just begun.
     fn connection(&mut self, process: u32, fd: i32, anew: bool) -> usize {
         if let Some(&on) = self.current.get(&(process, fd)) {
             let used = self.states[on].as_ref().is_some_and(|state| state.used);
@@ -398,11 +398,11 @@ impl Reader {
         }
     }
 
-    /// The other end's half of a call, if that has logged: the latest one that is the same message.
+    /// The other end's half of a call, if that end has logged: the latest one with the same message.
     fn half(&mut self, on: usize, out: bool, xid: u32, likeness: u64) -> Option<usize> {
         let known = self.trace.connections[on].other;
         let (mut index, mut behind) = (self.halves.get(&xid).copied(), None);
-        // Nobody has so many calls under way whose other end comes later in the log.
+        // Nobody has this many calls under way whose other end comes later in the log.
         for _ in 0..64 {
             let at = index?;
             let call = &self.trace.calls[at as usize];
@@ -501,7 +501,7 @@ impl Reader {
     }
 
     fn invalidated(&mut self, order: usize, at: Option<Time>, on: usize, handle: u32) {
-        // Once: what the peer has invalidated is ended here too.
+        // Only once: what the peer has invalidated is ended at this end too.
         let Some(index) = self.state(on).handles.remove(&handle) else { return };
         let call = &mut self.trace.calls[index];
         if !self.wanted.has(index, call.xid) {
@@ -518,7 +518,7 @@ impl Reader {
     }
 }
 
-/// What a message names.
+/// The handles that a message names.
 fn handles(message: &Message) -> impl Iterator<Item = u32> {
     let written = message.writes.iter().chain(&message.reply).flatten();
     message.reads.iter().map(|read| read.segment.handle).chain(written.map(|segment| segment.handle))

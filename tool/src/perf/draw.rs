@@ -4,7 +4,7 @@
 use super::figures::{Figures, Latency, Row};
 use crate::picture::{Anchor, Picture, Style, colour, width};
 
-/// Of each way, the first one's first.
+/// One for each way, in order.
 const COLOURS: [&str; 5] = [colour::FAINT, colour::BLUE, colour::ORANGE, colour::GREEN, colour::PURPLE];
 
 const LABEL: Style = Style::new(12.0, colour::INK);
@@ -69,7 +69,7 @@ pub fn draw(figures: &Figures) -> Picture {
         let y = head + at as f64 * each + GAP / 2.0;
         if at % 2 == 0 {
             let band = (WIDTH - LEFT - 14.0, each);
-            // Over the rules of nobody: it is drawn before the marks, and hardly darker than white.
+            // It covers no rules: it is drawn before the marks, and is hardly darker than white.
             picture.box_(
                 (LEFT - 6.0, y - GAP / 2.0),
                 (band.0 - (WIDTH - RATIOS) + 20.0, band.1),
@@ -82,7 +82,7 @@ pub fn draw(figures: &Figures) -> Picture {
         for (which, way) in figures.ways.iter().take(COLOURS.len()).enumerate() {
             let line = y + which as f64 * BAR;
             if let Some(ratio) = row.ratio(first, &way.name).filter(|_| which > 0) {
-                // The bars of the others share the room of the first one, which has none.
+                // The bars of the other ways share the room of the first one, which has no bar.
                 let thick = BAR * ways as f64 / others.max(1) as f64;
                 let top = y + (which - 1) as f64 * thick;
                 let end = ratio_x(ratio);
@@ -116,7 +116,7 @@ fn legend(picture: &mut Picture, figures: &Figures, y: f64) {
     }
 }
 
-/// What is known of how calls' times are spread, around a level line.
+/// Draws what is known of how the calls' times are spread, around a level line.
 fn spread(picture: &mut Picture, times: &Latency, y: f64, colour: &str, x: &impl Fn(f64) -> f64) {
     let known = |time: Option<f64>| time.filter(|time| time.is_finite() && *time > 0.0).map(x);
     let Some(middle) = known(times.p50) else { return };
@@ -147,7 +147,7 @@ fn decades(rows: &[Row]) -> (f64, f64) {
     (low, high.max(low + 1.0))
 }
 
-/// 1, 2 or 5 of a power of ten, at least so much.
+/// 1, 2 or 5 times a power of ten, and at least `least`.
 fn step(least: f64) -> f64 {
     let power = 10f64.powf(least.max(0.01).log10().floor());
     [1.0, 2.0, 5.0, 10.0].map(|n| n * power).into_iter().find(|step| *step >= least).unwrap_or(10.0 * power)

@@ -1,5 +1,5 @@
-//! What a benchmark has found, as JSON and as a table. `rpcrdma perf` and bench/bench.sh write the same form, and what is drawn
-//! is drawn from it.
+//! What a benchmark has found, as JSON and as a table. `rpcrdma perf` and bench/bench.sh write the same format, and pictures
+//! are drawn from it.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -13,10 +13,10 @@ use crate::numbers::{bytes, grouped};
 pub struct Figures {
     /// What was measured, where and when.
     pub title: String,
-    /// In what way.
+    /// How it was measured.
     #[serde(default)]
     pub notes: Vec<String>,
-    /// The ways that calls went, the one that the others are compared with first.
+    /// The ways that calls went; the first is the one that the others are compared with.
     pub ways: Vec<Way>,
     pub rows: Vec<Row>,
     /// It was ended before its time: some rows have fewer rounds, or are not there.
@@ -31,7 +31,7 @@ pub struct Figures {
 pub struct Way {
     /// The key of its figures in each row.
     pub name: String,
-    /// What that is, in words.
+    /// What the way is, in words.
     pub what: String,
 }
 
@@ -60,7 +60,7 @@ pub struct Measured {
     pub cpu_us: f64,
 }
 
-/// What so many of a hundred calls took at most; p999 of a thousand.
+/// The time that so many of a hundred calls took at most; p999: of a thousand.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Latency {
     pub p10: Option<f64>,
@@ -87,7 +87,7 @@ impl Row {
         }
     }
 
-    /// How many times as many calls a second as the first way.
+    /// Calls a second relative to the first way.
     pub fn ratio(&self, first: &str, way: &str) -> Option<f64> {
         let (base, other) = (self.ways.get(first)?, self.ways.get(way)?);
         let ratio = other.calls_per_second / base.calls_per_second;

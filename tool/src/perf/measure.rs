@@ -1,7 +1,7 @@
-//! One measurement: so many threads make calls of one kind for so long, and every call's time is counted.
+//! One measurement: a number of threads make calls of one kind for a given time, and every call's time is counted.
 //!
-//! Data is looked at in every call, at one byte of each page, by whoever gets it; in each thread's first call, which is not
-//! timed, at every byte.
+//! Whoever receives data checks it in every call, at one byte of each page; in each thread's first call, which is not timed,
+//! at every byte.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
@@ -44,11 +44,11 @@ pub struct Sample {
     pub took: Duration,
     /// Processor time of both ends, in nanoseconds.
     pub cpu: u64,
-    /// Calls in all: the timed ones, and one of each thread before.
+    /// Calls in all: the timed ones, and one of each thread before them.
     pub made: u64,
 }
 
-/// Measures. `None`: it was stopped before its time.
+/// Measures. `None`: it was stopped early.
 ///
 /// # Errors
 /// A call has failed, or brought something else.
@@ -90,7 +90,7 @@ pub fn measure(
                             break;
                         }
                     }
-                    // One that has failed ends the others.
+                    // A thread that has failed ends the others.
                     over.fetch_or(outcome.is_err(), Relaxed);
                     outcome.map(|()| (times, rpc::thread_time() - cpu))
                 })
@@ -98,7 +98,7 @@ pub fn measure(
             .collect();
         start.wait();
         let began = Instant::now();
-        // In steps: who presses Ctrl-C does not wait for the end.
+        // In steps, so that Ctrl-C does not have to wait for the end.
         while !over.load(Relaxed) && !stopped.load(Relaxed) {
             let left = time.saturating_sub(began.elapsed());
             if left.is_zero() {

@@ -1,7 +1,7 @@
 //! Files of captured packets, pcap and pcapng -> what each packet holds of a TCP connection.
 //!
-//! A file is somebody else's: lengths in it are bounds and nothing is set aside for them, and what is not understood is counted
-//! and passed over.
+//! A file is somebody else's: lengths in it are only bounds, for which no memory is reserved, and what is not understood is
+//! counted and skipped.
 //!
 //! Read first: draft-ietf-opsawg-pcap, draft-ietf-opsawg-pcapng.
 
@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use super::super::log::Time;
 
-/// Longer packets and blocks than this are none.
+/// Anything longer than this is not a packet or block.
 const LONGEST: u32 = 16 << 20;
 
 /// More interfaces than any capture has.
@@ -24,7 +24,7 @@ pub struct Part {
     pub to: SocketAddr,
     pub sequence: u32,
     pub syn: bool,
-    /// Up to where its sender has got all, if it says that.
+    /// Up to where its sender has received everything, if it says that.
     pub ack: Option<u32>,
     pub fin: bool,
     pub rst: bool,
@@ -32,15 +32,15 @@ pub struct Part {
     pub data: Vec<u8>,
 }
 
-/// What was passed over.
+/// What was skipped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     pub packets: u64,
     /// Fragments of IP packets.
     pub fragments: u64,
-    /// To the port of RoCE.
+    /// Packets to the port of RoCE.
     pub roce: u64,
-    /// Of a link that is not known.
+    /// Packets of an unknown link type.
     pub links: u64,
     /// The file ends within a packet.
     pub cut: bool,
@@ -55,7 +55,7 @@ pub struct Packets<R> {
 }
 
 enum Format {
-    /// Parts of a second in a unit, and the link.
+    /// How many units make a second, and the link type.
     Pcap {
         unit: u64,
         link: u16,
@@ -65,7 +65,7 @@ enum Format {
     },
 }
 
-/// When it was captured, its link, and its bytes.
+/// When it was captured, its link type, and its bytes.
 type Packet = (Option<Time>, u16, Vec<u8>);
 
 struct Interface {
@@ -74,7 +74,7 @@ struct Interface {
     ticks: u128,
 }
 
-/// Whether a file that begins so is a capture.
+/// Whether a file that begins like this is a capture.
 pub fn is_capture(start: &[u8]) -> bool {
     let Some(&magic) = start.first_chunk::<4>() else { return false };
     magic == SECTION || pcap(magic).is_some()
@@ -82,7 +82,7 @@ pub fn is_capture(start: &[u8]) -> bool {
 
 const SECTION: [u8; 4] = [0x0a, 0x0d, 0x0d, 0x0a];
 
-/// High byte first, and the unit of its times.
+/// Whether it has the high byte first, and the unit of its times.
 fn pcap(magic: [u8; 4]) -> Option<(bool, u64)> {
     match magic {
         [0xa1, 0xb2, 0xc3, 0xd4] => Some((true, 1_000_000)),
@@ -94,7 +94,7 @@ fn pcap(magic: [u8; 4]) -> Option<(bool, u64)> {
 }
 
 impl<R: Read> Packets<R> {
-    /// Of a file for which [`is_capture`] is true, from its first byte on.
+    /// Opens a file for which [`is_capture`] is true, from its first byte on.
     ///
     /// # Errors
     /// Of the file.
@@ -122,7 +122,7 @@ impl<R: Read> Packets<R> {
     /// The next part of a TCP connection.
     ///
     /// # Errors
-    /// Of the file, and what is no capture from there on.
+    /// Those of the file, and that it is not a capture from there on.
     pub fn next(&mut self) -> io::Result<Option<Part>> {
         while let Some((at, link, bytes)) = self.packet()? {
             self.counts.packets += 1;
@@ -189,7 +189,7 @@ impl<R: Read> Packets<R> {
         None
     }
 
-    /// The head of a section, behind its type.
+    /// The head of a section, after its type.
     fn section(&mut self) -> io::Result<()> {
         let length = self.bytes(4)?;
         let order = self.bytes(4)?;
@@ -204,7 +204,7 @@ impl<R: Read> Packets<R> {
         Ok(())
     }
 
-    /// What is left of a block behind its type.
+    /// The rest of a block after its type.
     fn block(&mut self, read: u32) -> io::Result<Vec<u8>> {
         let length = self.bytes(4)?;
         let Some(length) = self.word(&length, 0) else {
@@ -243,7 +243,7 @@ impl<R: Read> Packets<R> {
         }
     }
 
-    /// So many bytes, or those that are left.
+    /// This many bytes, or those that are left.
     fn bytes(&mut self, length: u32) -> io::Result<Vec<u8>> {
         if length > LONGEST {
             return Err(wrong(&format!("a packet or block of {length} bytes")));
@@ -272,7 +272,7 @@ impl<R: Read> Packets<R> {
         let ip = match link {
             1 => {
                 let mut from = 12;
-                // Tags of VLANs.
+                // VLAN tags.
                 while matches!(be16(packet, from)?, 0x8100 | 0x88a8) {
                     from += 4;
                 }
@@ -321,7 +321,7 @@ impl<R: Read> Packets<R> {
             self.counts.fragments += 1;
             return None;
         }
-        // What a card is to cut into packets has no length.
+        // What the network card is to cut into packets has no length.
         let length = match usize::from(be16(ip, 2)?) {
             0 => ip.len(),
             length => length.min(ip.len()),

@@ -1,45 +1,46 @@
-//! Where the next FPDU begins in the midst of a stream: behind bytes that a capture lacks.
+//! Finds where the next FPDU begins in the midst of a stream: after bytes that a capture lacks.
 //!
-//! They begin at every fourth byte. With CRCs one is known by its own; without, by headers that are right and lead to each other.
+//! FPDUs begin at multiples of four bytes. With CRCs an FPDU is recognized by its own; without, by headers that are right
+//! and lead to each other.
 #![forbid(unsafe_code)]
 
 use rpcrdma::provider::iwarp::ddp::{self, Header};
 use rpcrdma::provider::iwarp::mpa;
 
-/// What headers count that lead to each other, until nobody doubts: one of a message names its queue in 32 bits; one of data does
-/// not.
+/// The weight of headers that lead to each other, up to certainty: the header of a message names its queue in 32 bits; one
+/// of data does not.
 const SURE: u32 = 4;
 const MESSAGE: u32 = 3;
 const DATA: u32 = 1;
 
 #[derive(Debug, PartialEq, Eq)]
 pub enum Found {
-    /// One begins here.
+    /// An FPDU begins here.
     At(usize),
-    /// None begins before this; whether one does here, or behind, is known when more has come.
+    /// None begins before this; whether one begins here or later is known when more has come.
     NotBefore(usize),
 }
 
-/// Looks for the next one from `first` on. Adds to `effort` the bytes that were looked at.
+/// Looks for the next FPDU from `first` on. Adds to `effort` the bytes that were looked at.
 pub fn next(bytes: &[u8], first: usize, crc: bool, effort: &mut usize) -> Found {
     let mut perhaps = None;
     for at in (first..bytes.len()).step_by(4) {
         match judge(&bytes[at..], crc, effort) {
             Some(true) => return Found::At(at),
             Some(false) => {}
-            // Mostly data that looks like the length of something, which nothing is behind.
+            // Mostly this is data that looks like a length, with nothing after it.
             None => perhaps = perhaps.or(Some(at)),
         }
     }
     Found::NotBefore(perhaps.unwrap_or(bytes.len()))
 }
 
-/// Whether one begins here; `None`: more is needed.
+/// Whether an FPDU begins here; `None`: more bytes are needed.
 fn judge(bytes: &[u8], crc: bool, effort: &mut usize) -> Option<bool> {
     let (mut rest, mut weight) = (bytes, 0);
     loop {
         let Some(head) = rest.first_chunk::<{ ddp::ENOUGH }>() else {
-            // What has come ends with one.
+            // What has come ends with an FPDU.
             return (rest.is_empty() && weight >= MESSAGE).then_some(true);
         };
         *effort += head.len();

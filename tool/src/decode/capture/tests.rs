@@ -1,4 +1,5 @@
-//! Captures that a writer of ours makes: of one connection with a call, in every form, and with whatever can be wrong with them.
+//! Captures that a writer of ours makes: of one connection with calls, in every format, and with whatever can be wrong with
+//! them.
 
 use std::io::Cursor;
 
@@ -97,7 +98,7 @@ struct Packet {
 const SYN: u8 = 2;
 const ACK: u8 = 16;
 
-/// Packets of a connection, which cut what is sent anywhere; sequence numbers go beyond the last one.
+/// Packets of a connection, which cut what is sent anywhere; sequence numbers wrap.
 fn packets(cut: usize) -> Vec<Packet> {
     let mut sequences = [u32::MAX - 3000, 9];
     let mut packets = vec![
@@ -145,7 +146,7 @@ fn ip(packet: &Packet, six: bool) -> Vec<u8> {
     let ends = if packet.from == CLIENT { [1u8, 2] } else { [2, 1] };
     if six {
         let mut bytes = vec![0x60, 0, 0, 0];
-        // Behind options that tell nothing.
+        // After options that tell nothing.
         bytes.extend((tcp.len() as u16 + 8).to_be_bytes());
         bytes.extend([0, 64]);
         ends.iter().for_each(|end| bytes.extend([&[0; 15][..], &[*end]].concat()));
@@ -156,7 +157,7 @@ fn ip(packet: &Packet, six: bool) -> Vec<u8> {
     bytes.extend((tcp.len() as u16 + 20).to_be_bytes());
     bytes.extend([0, 0, 0x40, 0, 64, 6, 0, 0]);
     ends.iter().for_each(|end| bytes.extend([192, 0, 2, *end]));
-    // What Ethernet adds to short ones.
+    // The padding that Ethernet adds to short packets.
     [bytes, tcp, vec![0; 6]].concat()
 }
 
@@ -168,7 +169,7 @@ fn pcap(packets: &[Packet]) -> Vec<u8> {
     pcap_of(packets.iter().map(|packet| (700, packet)))
 }
 
-/// Of connections with these ports of their clients.
+/// A capture of connections with these client ports.
 fn pcap_of<'a>(packets: impl Iterator<Item = (u16, &'a Packet)>) -> Vec<u8> {
     let mut file = words(&[0xa1b2_c3d4, 0x0002_0004, 0, 0, 65535, 1]);
     for (at, (port, packet)) in packets.enumerate() {
@@ -181,7 +182,7 @@ fn pcap_of<'a>(packets: impl Iterator<Item = (u16, &'a Packet)>) -> Vec<u8> {
     file
 }
 
-/// Low bytes first, times in nanoseconds, IPv6 without a link.
+/// Low byte first, times in nanoseconds, IPv6 without a link header.
 fn pcapng(packets: &[Packet]) -> Vec<u8> {
     let block = |kind: u32, body: &[u8]| {
         let mut body = body.to_vec();
@@ -203,7 +204,7 @@ fn pcapng(packets: &[Packet]) -> Vec<u8> {
     file
 }
 
-/// All lines, and how many packets.
+/// All lines, and the number of packets.
 fn told(file: &[u8]) -> io::Result<(Vec<Line>, u64)> {
     let mut lines = Vec::new();
     let count = read(Cursor::new(file), |line| {
@@ -274,7 +275,8 @@ fn connections_that_have_ended_or_are_silent_make_room_for_others() {
     let many = (0..4 * STREAMS as u16).flat_map(|n| ended.iter().map(move |packet| (1000 + n, packet)));
     let found = trace(&pcap_of(many.chain(mine.iter().map(|packet| (700, packet)))));
     assert_eq!((found.calls.len(), found.connections.len()), (2, 1));
-    // Many that stay: one that goes on meanwhile is not forgotten, and those that are have told their calls before.
+    // Many that stay: one that goes on meanwhile is not forgotten, and those that are forgotten have told their calls
+    // before.
     let (first, rest) = mine.split_at(mine.len() / 2);
     let many = (0..4 * STREAMS as u16).flat_map(|n| {
         let another = other.iter().map(move |packet| (1000 + n, packet));
@@ -306,13 +308,13 @@ fn packets_in_another_order_and_twice_are_put_together() {
     all_is_there(&trace(&pcap(&packets)));
 }
 
-/// As where a client of root's asks again: reserved ports are few.
+/// As when a client of root's connects again: reserved ports are few.
 #[test]
 fn a_connection_from_the_port_of_one_before_is_another_one() {
     let packets = packets(500);
     let syn = |sequence| Packet { sequence, ..packets[0].clone() };
     let reset = Packet { from: SERVER, flags: 4 | ACK, sequence: 0, ack: 78, data: Vec::new() };
-    // Refused; not answered; another protocol's, which is passed over; the same segment once more.
+    // Refused; not answered; another protocol's, which is skipped; the same segment once more.
     let http = Packet { flags: ACK, sequence: 78, data: b"GET / HTTP/1.0".to_vec(), ..packets[0].clone() };
     let before = [vec![syn(77), reset], vec![syn(77)], vec![syn(77), http], vec![packets[0].clone()]];
     for (before, others) in before.into_iter().zip([1, 1, 1, 0]) {
@@ -324,7 +326,7 @@ fn a_connection_from_the_port_of_one_before_is_another_one() {
     }
     let twice = [&packets[..], &packets].concat();
     assert_eq!(trace(&pcap(&twice)).calls.len(), 4);
-    // Of the one before the capture lacks a part, and its end.
+    // The capture lacks a part, and the end, of the connection before.
     let mut torn = packets[..packets.len() - 2].to_vec();
     torn.remove(4);
     torn.iter_mut().for_each(|packet| packet.sequence = packet.sequence.wrapping_add(5000));
@@ -335,7 +337,7 @@ fn a_connection_from_the_port_of_one_before_is_another_one() {
     all_is_there(&trace(&pcap(&packets)));
 }
 
-/// As processors that send by turns have it.
+/// As when several processors send by turns.
 #[test]
 fn what_is_captured_behind_the_end_of_both_ends_is_read() {
     for last in 1..4 {
@@ -371,11 +373,11 @@ fn what_is_missing_is_said_and_nothing_behind_it_is_taken_for_something() {
 /// The messages that a packet was part of are lost, and no others.
 #[test]
 fn behind_what_is_missing_the_next_message_is_found() {
-    // Also in the midst of a message, and at all places of a word.
+    // Also in the midst of a message, and at any byte of a word.
     for cut in [500, 41] {
         let whole = packets(cut);
         let ends = whole.len() - 2;
-        // The call and the reply behind the long ones.
+        // The call and the reply after the long ones.
         let last: usize = conversation()[9..].iter().map(|(_, bytes)| bytes.len().div_ceil(cut)).sum();
         let began = whole[..ends].iter().rposition(|packet| packet.from == CLIENT).unwrap() as i64;
         for lost in 2..ends {
@@ -390,20 +392,20 @@ fn behind_what_is_missing_the_next_message_is_found() {
                 whole[2..lost].iter().filter(|packet| packet.from == whole[lost].from).count() * cut < 28;
             assert_eq!(is_there, !is_start && lost < ends - last, "{cut}, {lost}: {text} {trace:?}");
             if let Some(short) = short.filter(|_| is_there) {
-                // When it came, though it had waited.
+                // The time when it came, though it had waited.
                 assert_eq!(short.began().unwrap(), 100_000_000 + began - 1, "{cut}, {lost}");
             }
         }
     }
 }
 
-/// Nothing waits for the end of a capture, if the other end goes on.
+/// Nothing waits for the end of a capture if the other end goes on.
 #[test]
 fn what_was_acknowledged_and_is_not_there_is_not_waited_for() {
     let mut packets = packets(500);
     let ends = packets.len() - 2;
     packets.truncate(ends);
-    // Of what the client sends before its short call, the last.
+    // The last packet that the client sends before its short call.
     let lost = packets[..ends - 2].iter().rposition(|packet| packet.from == CLIENT).unwrap();
     packets.remove(lost);
     let last = packets.last().unwrap().clone();
@@ -456,7 +458,7 @@ fn a_wrong_crc_is_said_where_there_are_crcs() {
         );
         assert_eq!((text.lines().count(), trace.calls.len()), (2, 2), "{text}");
     }
-    // Without them the words say nothing.
+    // Without CRCs these words say nothing.
     all_is_there(&trace(&pcap(&packets(65000))));
 }
 

@@ -1,8 +1,8 @@
 //! The locks of a connection while a thread forks a child that may reply to one of its requests: the child inherits their state
 //! at that moment, so other threads leave them alone meanwhile.
 //!
-//! Threads that fork take turns ([`Line`]), as fork(2) itself has them do: only the one whose turn it is marks connections as to be
-//! left alone.
+//! Threads that fork take turns ([`Line`]), as they do in fork(2) itself. Only the thread whose turn it is marks connections that
+//! others have to leave alone.
 //!
 //! # Invariants
 //! - No lock is held across the fork: an atfork handler of the program (pthread_atfork(3)) may wait for a thread that wants it.
@@ -24,8 +24,7 @@ use std::time::Duration;
 use crate::sync::{Mutex, MutexGuard};
 use crate::{stats, wait};
 
-/// How long a thread waits for another thread's fork, in nanoseconds: at least, and at most where the latest fork has taken long,
-/// which it does in a process of many gigabytes.
+/// The bounds of [`most`].
 const LEAST: u64 = 50_000_000;
 const LONGEST: u64 = 500_000_000;
 /// How long the next fork waits after one for which threads have waited, so that these can go on. They take a few locks, one
@@ -33,15 +32,16 @@ const LONGEST: u64 = 500_000_000;
 const GAP: u64 = 200_000;
 /// How often waiting threads look again.
 const LOOK: Duration = Duration::from_micros(50);
+
 /// How long the latest fork has taken.
 static TOOK: AtomicU64 = AtomicU64::new(0);
 
-/// How long a thread waits for another thread's fork, in nanoseconds.
+/// How long a thread waits for another thread's fork, in nanoseconds. In a process of many gigabytes each fork takes long.
 fn most() -> u64 {
     (2 * TOOK.load(SeqCst)).clamp(LEAST, LONGEST)
 }
 
-/// The same for a lock, while several threads fork in a row; and for a fork from the beginning of its turn.
+/// How long a thread waits for a lock while others fork in a row, and how long the turn of a thread that forks lasts at most.
 fn queue() -> u64 {
     4 * most()
 }
@@ -76,7 +76,7 @@ fn less(threads: &AtomicU32) {
 thread_local! {
     /// How many nested forks the calling thread is in: an atfork handler or a signal handler may fork as well.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
-    /// When the outermost of them was last seen to get on.
+    /// When the outermost of them last made progress.
     static ENTERED: Cell<u64> = const { Cell::new(0) };
     static MARKS: Cell<Marks> = const { Cell::new(Marks::NONE) };
 }
@@ -119,12 +119,12 @@ impl Forks {
         less(&self.sleeping);
     }
 
-    /// A fork has begun at `stamp`, or is taken to. One before it that has not ended by now is lost.
+    /// Records a fork that began at `stamp`. An earlier one that has not ended by now is taken to be lost.
     fn begins(&self, stamp: u64) {
         self.began.store(stamp, SeqCst);
     }
 
-    /// How long those that have waited for the latest fork still go first, in nanoseconds.
+    /// For how many more nanoseconds the threads that have waited for the latest fork go first.
     fn gap(&self, now: u64) -> u64 {
         GAP.saturating_sub(now.saturating_sub(self.ended.load(SeqCst)))
     }
@@ -207,13 +207,13 @@ pub fn is_still_under_way(connection: usize, others: impl Fn() -> bool) -> bool 
     forks.concerns_us()
 }
 
-/// The turns of the threads that fork, in the order in which they came.
+/// The turns of the threads that fork, in the order of their arrival.
 struct Line {
-    /// The number of the thread that comes next.
+    /// The number that the next thread to arrive gets.
     next: AtomicU64,
     /// The number of the thread whose turn it is.
     turn: AtomicU64,
-    /// What the others sleep on, by their numbers: changes when the turn comes to one of these.
+    /// What the other threads sleep on. The word of number n is at n modulo the length, and changes when its turn comes.
     told: [AtomicU32; Line::WORDS],
 }
 
@@ -223,7 +223,7 @@ impl Line {
     const WORDS: usize = 64;
 
     const fn new() -> Line {
-        // Marks::NONE has 0.
+        // No thread gets 0, which `Marks::NONE` has.
         Line {
             next: AtomicU64::new(1),
             turn: AtomicU64::new(1),
@@ -235,8 +235,8 @@ impl Line {
         &self.told[number as usize % Line::WORDS]
     }
 
-    /// Waits for the calling thread's turn, and returns its number. A turn that has not ended after [`queue`] is passed over; its
-    /// thread forks nevertheless, and the child may find locks taken.
+    /// Waits for the calling thread's turn, and returns its number. If another thread's turn has not ended after [`queue`], the
+    /// next one begins nevertheless; the children of both may then find locks taken.
     fn waits(&self) -> u64 {
         let number = self.next.fetch_add(1, SeqCst);
         let told = self.told(number);
@@ -267,19 +267,22 @@ impl Line {
         }
     }
 
-    /// No thread is in it any more.
+    /// Forgets all threads that wait, and the one whose turn it is.
     fn clear(&self) {
         self.turn.store(self.next.load(SeqCst), SeqCst);
     }
 }
 
-/// What a thread's fork concerns: connections, by their places, which are marked as begun at `stamp`; its number in the line, and
-/// when it has checked their locks.
+/// A thread's fork.
 #[derive(Clone, Copy)]
 struct Marks {
+    /// The places of the connections that it concerns, one bit each.
     places: [u64; PLACES / 64],
+    /// When it began, as these places have it.
     stamp: u64,
+    /// Its number in the line.
     number: u64,
+    /// When the locks had been checked.
     checked: u64,
 }
 
@@ -297,7 +300,7 @@ impl Marks {
             .map(|place| &FORKS[place])
     }
 
-    /// They count as begun just now, but for those that another thread has marked because this one took too long.
+    /// The fork counts as begun just now, except where another thread has marked a place because this one took too long.
     fn renew(&mut self) {
         let before = std::mem::replace(&mut self.stamp, stats::clock());
         self.all().for_each(|forks| _ = forks.moves(before, self.stamp));
@@ -305,8 +308,8 @@ impl Marks {
     }
 }
 
-/// The calling thread is about to fork. When its turn has come, has `see` check whether the locks of these connections are free:
-/// other threads leave them alone from then on, but those that wait for them already go first.
+/// The calling thread is about to fork. Waits for its turn, marks the `connections` that the fork concerns, lets threads that
+/// already wait for their locks have them, and has `see` check whether the locks are free.
 pub fn begins(connections: impl FnOnce(&mut dyn FnMut(usize)), see: impl FnOnce()) {
     let mut marks = Marks { number: LINE.waits(), stamp: stats::clock(), ..Marks::NONE };
     ENTERED.set(marks.stamp);
@@ -338,7 +341,7 @@ pub fn ends() {
     }
 }
 
-/// Whether the calling thread is in a fork that gets on.
+/// Whether the calling thread is in a fork, and that has made progress lately.
 fn is_inside(now: u64) -> bool {
     DEPTH.get() != 0 && now.saturating_sub(ENTERED.get()) < queue()
 }
@@ -356,7 +359,7 @@ pub fn enter() -> bool {
     true
 }
 
-/// The calling thread is in no fork: what it was in it has left by longjmp(3), out of a handler.
+/// The calling thread is in no fork. If it was in one, it has left it by longjmp(3) out of an atfork handler.
 #[inline]
 pub fn quit() {
     if DEPTH.get() != 0 {
@@ -509,7 +512,7 @@ mod tests {
         thread::scope(|scope| {
             let forker = scope.spawn(|| {
                 let concerned = |mark: &mut dyn FnMut(usize)| {
-                    // Unless that turn was passed over.
+                    // The turn may have been passed over, on a busy machine.
                     assert!(is_over.load(SeqCst) == 1 || LINE.turn.load(SeqCst) > before);
                     connections.into_iter().for_each(mark);
                 };

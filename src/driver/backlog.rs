@@ -1084,6 +1084,23 @@ mod tests {
         assert!(Callee::outbox(&server).is_some());
     }
 
+    #[test]
+    fn a_parent_learns_that_its_child_has_answered_though_the_reply_was_too_long() {
+        let (mut client, server, _sockets) = join();
+        begin(&mut client, 1, 8);
+        let id = next(&server).id;
+        locked(&server).answered().share();
+        let child = fork(|| {
+            let (reply, _) = fill(server.message().unwrap(), 1);
+            server.reply(id, reply.into()).is_err_and(|error| error.kind() == Kind::TooLong)
+        });
+        assert!(child.succeeded());
+        assert!(settle(&mut client, &server).is_err());
+        let mut server = locked(&server);
+        assert!(server.receive().is_none());
+        assert!(!server.link().unwrap().engine.has_handed());
+    }
+
     /// What the child would ask for would come to its parent, which has not asked.
     #[test]
     fn a_forked_child_that_answers_a_call_asks_for_none_of_those_that_wait_behind_it() {

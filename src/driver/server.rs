@@ -815,7 +815,8 @@ impl Callee for Shared {
             false => Wait::SHORT,
         };
         let (mut server, sent) = session::reply(&self, server, (fd, id), message, wait, forked);
-        if forked && sent.is_ok() {
+        // A reply that was too long has been answered too, with ERR_CHUNK.
+        if forked && sent.as_ref().err().is_none_or(|error| error.kind() == Kind::TooLong) {
             server.answered.note(id.number());
         }
         server.note();

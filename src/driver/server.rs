@@ -361,6 +361,7 @@ impl Server {
     /// all peers, or of this one. Not if that is our own doing: where the loop was away, or has paused, what the peer has
     /// answered lies unread.
     pub fn give_way(&mut self) {
+        self.heed_children();
         let now = Instant::now();
         let stalled =
             self.pulling.is_some_and(|(_, since)| now.saturating_duration_since(since) >= PULL_STALL);
@@ -452,6 +453,7 @@ impl Server {
         if self.forked() {
             return None;
         }
+        self.heed_children();
         let Phase::Open(link) = &mut self.phase else { return None };
         if link.device.unsent() > 0 && link.engine.closed().is_none() {
             link.pump_on();

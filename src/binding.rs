@@ -246,7 +246,7 @@ impl Binding {
     ///
     /// # Errors
     /// `Peer` for a chunk with bytes that belongs to no eligible result or has another length: the responder reduced what is not
-    /// eligible, or wrote other than it says.
+    /// eligible, or wrote another number of bytes than the reply says.
     pub fn reduced(&self, message: &[&[u8]], chunks: &[Option<usize>]) -> Result<Reduced, Error> {
         let mut walk = Walk::new(message);
         walk.chunks =

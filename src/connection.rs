@@ -571,8 +571,8 @@ impl Connection {
         self.responder.pull(pass, &mut self.common);
     }
 
-    /// Stops starting Reads of further Calls, or starts them again: a peer that does not take replies gets no memory for more
-    /// Calls.
+    /// Holds back the Reads of further Calls, or lets them start again: a peer that does not take replies gets no memory for
+    /// more Calls.
     pub fn hold(&mut self, held: bool) {
         self.responder.hold(held, &mut self.common);
     }

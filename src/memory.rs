@@ -395,7 +395,7 @@ struct Charge {
     bytes: AtomicUsize,
     /// It counts what is written into the block, up to the highest byte.
     written: bool,
-    /// This block is the one that goes on beyond the limit, and counts no more.
+    /// This block is the one that goes on beyond the limit. What it takes from then on does not count.
     leads: AtomicBool,
     /// The process for which it counts `bytes`.
     generation: AtomicU64,

@@ -330,7 +330,7 @@ impl Decoder {
         taken
     }
 
-    /// Fetches what the peer still has, before the peer has no reason to keep it any more.
+    /// Fetches what the peer still has, while the peer has a reason to keep it.
     pub fn fetch(&mut self) {
         // SAFETY: as in `Encoder::put`.
         let state = unsafe { &mut (*self.stream.as_ptr()).state };
@@ -369,7 +369,8 @@ impl Drop for Decoder {
 // SAFETY: as for Encoder.
 unsafe impl Send for Decoder {}
 
-/// Runs `proc` over `object` to release what decoding allocated (`xdr_free`), on a stream without memory. Returns what `proc` says.
+/// Runs `proc` over `object` to release what decoding allocated (`xdr_free`), on a stream without memory. Returns what
+/// `proc` says.
 ///
 /// # Safety
 /// `proc` is NULL or a procedure for the type of `object`, and `object` is what it may free: decoded by it, or zeroed.

@@ -25,7 +25,7 @@ use crate::wire::{Handle, Position, ReadSegment, Segment, Xid, v1};
 pub(super) const PAST_MAX: usize = 64;
 const PAST_BYTES: usize = 16 << 20;
 
-/// Number of replies after which their chunks are taken to have been read, where the device cannot tell.
+/// Number of later replies after which the chunks of such a call are taken to have been read, where the device cannot tell.
 pub(super) const PAST_REPLIES: u64 = 32;
 
 /// The calls of this end.

@@ -102,7 +102,7 @@ pub(super) struct Responder {
     /// Bytes of each Read under way, in order, and of all Reads so far.
     reads: VecDeque<usize>,
     asked: u64,
-    /// Bytes that the peer has proved to send when asked for them: no more are under way.
+    /// How many bytes the peer has shown that it sends when asked for them: no more than these are under way.
     reads_max: usize,
     /// Most bytes that the device moves by one Read or Write; known with the first Call.
     transfer_max: usize,
@@ -344,8 +344,8 @@ impl Responder {
         (!self.reads.is_empty()).then_some(self.asked)
     }
 
-    /// Stops starting Reads of further Calls, or starts them again: a peer that does not take replies gets no memory for more
-    /// Calls.
+    /// Holds back the Reads of further Calls, or lets them start again: a peer that does not take replies gets no memory for
+    /// more Calls.
     pub(super) fn hold(&mut self, held: bool, common: &mut Common) {
         if std::mem::replace(&mut self.held, held) && !held && common.life.closed().is_none() {
             self.start_pulls(common);
@@ -416,8 +416,8 @@ impl Responder {
 
     /// The reply to this request is about to be sent. Returns whether it may invalidate what the requester has offered.
     fn begin_answer(&mut self, id: RequestId, common: &mut Common) -> bool {
-        // If the requester takes this for a one-way call, it may have taken the reply to a later call for its end. Then it has
-        // invalidated the handle itself, and RFC 5040 §5.3 lets a second invalidation end the connection.
+        // If the requester takes this for a one-way call, it may have taken the reply to a later call for the end of this one.
+        // Then it has invalidated the handle itself, and RFC 5040 §5.3 lets a second invalidation end the connection.
         let in_order = self.answered <= id && !self.shared;
         self.answered = self.answered.max(id);
         // Before the reply, which gives the credit back.
@@ -540,7 +540,7 @@ impl Responder {
     }
 
     /// The request has no reply yet, and may never get one (a one-way call): its Receive is free again. The latest such request
-    /// can still be answered until the next one is handed up; with [`Responder::keep_deferred`], several can at any time.
+    /// can still be answered until the next one is handed up; with [`Responder::keep_deferred`], the latest `late` can.
     pub(super) fn defer(&mut self, id: RequestId, common: &mut Common) {
         if let Some(chunks) = self.handed.take(id) {
             self.deferred.insert(id, chunks);
@@ -570,7 +570,8 @@ impl Responder {
     /// Another process has answered this request.
     pub(super) fn answered_elsewhere(&mut self, id: RequestId) {
         if self.deferred.remove(&id).is_none() {
-            // No Receive is posted for it: a shared connection has one for each credit whatever is handed up.
+            // No Receive is posted for it: a shared connection has one for each credit besides those of up to [`PAST_MAX`] Calls
+            // that are handed up.
             self.handed.take(id);
         }
     }

@@ -187,9 +187,9 @@ pub fn look(mut taken: impl FnMut(RawFd) -> bool) -> Look {
     }
 }
 
-/// Pauses between two looks, `after` this much time of them. Where clients want more processors than there are, or others may,
-/// this thread yields its own to one of them. Returns false if it takes long to get it back: a thread that sleeps gets it
-/// sooner.
+/// Pauses between two looks. `after`: how long the loop has looked so far. Where clients want more processors than there are, or
+/// others may, this thread yields its own to one of them. Returns false if it takes long to get it back: a thread that sleeps
+/// gets it sooner.
 pub fn pause(after: Duration) -> bool {
     if PROGRAM.active() < processors() && after < ALONE {
         std::hint::spin_loop();

@@ -189,7 +189,7 @@ impl Client {
     /// when the connection was re-established.
     ///
     /// # Errors
-    /// Why the connection is lost, when it could not be re-established by then, or is not because service has ended.
+    /// Why the connection is lost, when it could not be re-established by `deadline`, or is not, because service has ended.
     pub fn poll_callbacks(&self, deadline: Instant, mask: Mask<'_>) -> Result<usize, Error> {
         let connections = self.connections();
         let mut served = self.serve_now(mask);

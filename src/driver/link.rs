@@ -70,7 +70,7 @@ pub struct Link {
     pub(super) serves: bool,
     /// It does not read on before a request is handed out: many are waiting, and there is little memory.
     pub(super) paused: bool,
-    /// With more unsent bytes than this, the peer talks without reading.
+    /// If more bytes than this are unsent, the peer is taken to talk without reading.
     pub(super) talk_max: usize,
     /// Where its long Calls wait for their turn to be pulled: at the end that serves them in the program's loop.
     pub(super) place: Option<Place>,

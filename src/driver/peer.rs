@@ -22,7 +22,7 @@ pub struct Peer {
     pub extension: Option<bool>,
     /// What the peer is like.
     pub endpoint: Endpoint,
-    /// How often it has told something of itself on this connection.
+    /// How often it has said something about itself on this connection.
     pub updates: u32,
     /// Bytes of our Receives, as the peer was told.
     pub own_receive_size: usize,

@@ -395,7 +395,7 @@ pub(super) trait Policy<'a>: Locked<'a> {
 pub(super) enum Turn {
     /// It looks again: something has changed.
     Look,
-    /// It sleeps beside the driver, no longer than `until`. `serves`: it may have to serve a request in the midst of its own.
+    /// It sleeps beside the driver, at most until `until`. `serves`: it may have to serve a request in the midst of its own.
     Sleep { until: Option<Instant>, serves: bool },
     /// It drives.
     Drive { spins: bool },

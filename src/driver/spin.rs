@@ -356,7 +356,7 @@ impl Offers {
         }
     }
 
-    /// Whether offers are allowed again for no longer than they were suspended, the last time that some took long.
+    /// Whether offers have been allowed again for a shorter time than they were suspended, the last time that some took long.
     fn is_soon(&self, now: u64) -> bool {
         now < self.from.load(Relaxed).saturating_add(self.paused.load(Relaxed))
     }

@@ -180,7 +180,7 @@ pub enum Room {
 }
 
 impl Room {
-    /// Memory for it. Room that need not be asked for over any other device is the connection's from its beginning.
+    /// Memory for it. From its beginning the connection has the room that need not be asked for over any other device.
     ///
     /// # Errors
     /// `ENOMEM`: that much cannot be locked. Where no other device may be used, there is less room instead.

@@ -4,7 +4,7 @@
 use crate::connection::{Request, RequestId};
 use crate::stats::Names;
 
-/// How many requests are timed. Beyond that the oldest are forgotten: one-way calls, which get no reply.
+/// How many requests are timed at once. Beyond that the oldest are forgotten: these are one-way calls, which get no reply.
 const MOST: usize = 4096;
 
 /// The requests that have no reply yet.

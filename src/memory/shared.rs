@@ -273,8 +273,8 @@ impl Own {
         Some(IN_OUTBOX | at as u64)
     }
 
-    /// Lets the peer take what lies at this address, under `handle`. Returns what [`Own::offset_of`] does; and `None` in a forked
-    /// child.
+    /// Lets the peer take what lies at this address, under `handle`. Returns what [`Own::offset_of`] does, but `None` in a forked
+    /// child and once the connection is over.
     pub fn show(&self, address: usize, handle: u32) -> Option<u64> {
         let offset = self.offset_of(address).filter(|_| self.is_in_use())?;
         self.word(Word::Shown).store(handle.into(), Release);

@@ -43,7 +43,7 @@ pub fn begin(bucket: usize) -> u64 {
 }
 
 /// The time in nanoseconds that `part` (0.99) of all calls did not exceed, from their number in each bucket; `None` without a
-/// call. It lies in the bucket of the exact value, whose width is at most a quarter of its beginning.
+/// call. It lies in the bucket of the exact value, whose width is at most a quarter of its beginning from a microsecond on.
 #[cfg(any(test, feature = "tool"))]
 pub fn percentile(buckets: &[u64], part: f64) -> Option<u64> {
     let total = buckets.iter().fold(0u64, |sum, n| sum.saturating_add(*n));

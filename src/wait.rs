@@ -238,6 +238,7 @@ impl WakeSet {
     /// Puts a fresh set and alarm in the place of those that a fork(2) left shared with the parent, whose descriptors would
     /// otherwise go on waking this process. The descriptor's number stays if it still belongs to the set: a child closes
     /// what it likes, and may have other files there.
+    ///
     /// # Errors
     /// The errno.
     pub fn renew(&mut self) -> io::Result<()> {

@@ -482,7 +482,7 @@ pub unsafe fn agreed(client: *mut CLIENT) -> Result<crate::driver::Agreed, Error
 /// Asks the peer to change a characteristic, and waits for the outcome.
 ///
 /// # Errors
-/// `Invalid` for a characteristic or value that does not exist, and for a timeout that is none; as [`Caller::request`].
+/// `Invalid` for a characteristic or value that does not exist, and for an invalid timeout; as [`Caller::request`].
 ///
 /// # Safety
 /// As [`peer`].

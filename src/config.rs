@@ -370,14 +370,14 @@ const TABLE: &[Setting] = &[
         env: "RPCRDMA_REVERSE_CREDITS",
         key: "reverse_credits",
         default: "16",
-        meaning: "calls back in flight on a connection, asked for as a server and granted as a client; 1 to 4096",
+        meaning: "callbacks in flight on a connection, asked for as a server and granted as a client; 1 to 4096",
         set: |config, value| number(value, 1, 4096).map(|n| config.reverse_credits = n),
     },
     Setting {
         env: "RPCRDMA_REVERSE_CHUNKS",
         key: "reverse_chunks",
         default: "yes",
-        meaning: "whether calls back may have chunks, which Linux peers cannot handle; yes or no",
+        meaning: "whether callbacks may have chunks, which Linux peers cannot handle; yes or no",
         set: |config, value| yes_or_no(value).map(|yes| config.reverse_chunks = yes),
     },
     Setting {
@@ -550,7 +550,7 @@ const TABLE: &[Setting] = &[
         env: "RPCRDMA_STATS",
         key: "stats",
         default: "yes",
-        meaning: "whether who may look into the process sees what it does (rpcrdma stat, rpcrdma top); yes or no",
+        meaning: "whether rpcrdma stat and rpcrdma top can show the process to users who may trace it; yes or no",
         set: |config, value| yes_or_no(value).map(|stats| config.stats = stats),
     },
     Setting {

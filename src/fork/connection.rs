@@ -10,7 +10,7 @@
 //!   for each of the forks that come before its own.
 //! - A thread that has waited runs before the next one forks.
 //! - If a thread never returns from fork(2), its fork no longer counts as under way after [`most`], and its turn ends after
-//!   [`queue`].
+//!   [`queue`]. Neither grows with the time for which a handler waits.
 //! - No heap: a signal handler that has interrupted malloc(3) may fork.
 #![forbid(unsafe_code)]
 
@@ -20,6 +20,8 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::thread;
 use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
 
 use crate::sync::{Mutex, MutexGuard};
 use crate::{stats, wait};
@@ -33,7 +35,7 @@ const GAP: u64 = 200_000;
 /// How often waiting threads look again.
 const LOOK: Duration = Duration::from_micros(50);
 
-/// How long the latest fork has taken.
+/// How long the latest fork has taken, in processor time: copying page tables takes that, waiting in a handler does not.
 static TOOK: AtomicU64 = AtomicU64::new(0);
 
 /// How long a thread waits for another thread's fork, in nanoseconds. In a process of many gigabytes each fork takes long.
@@ -213,6 +215,8 @@ struct Line {
     next: AtomicU64,
     /// The number of the thread whose turn it is.
     turn: AtomicU64,
+    /// When that turn began, if the one before it ended then.
+    since: AtomicU64,
     /// What the other threads sleep on. The word of number n is at n modulo the length, and changes when its turn comes.
     told: [AtomicU32; Line::WORDS],
 }
@@ -224,11 +228,8 @@ impl Line {
 
     const fn new() -> Line {
         // No thread gets 0, which `Marks::NONE` has.
-        Line {
-            next: AtomicU64::new(1),
-            turn: AtomicU64::new(1),
-            told: [const { AtomicU32::new(0) }; Line::WORDS],
-        }
+        let [next, turn] = [const { AtomicU64::new(1) }; 2];
+        Line { next, turn, since: AtomicU64::new(0), told: [const { AtomicU32::new(0) }; Line::WORDS] }
     }
 
     fn told(&self, number: u64) -> &AtomicU32 {
@@ -239,27 +240,25 @@ impl Line {
     /// next one begins nevertheless; the children of both may then find locks taken.
     fn waits(&self) -> u64 {
         let number = self.next.fetch_add(1, SeqCst);
-        let told = self.told(number);
-        let mut seen = (0, 0);
+        let (told, came) = (self.told(number), stats::clock());
         loop {
             let (before, turn, now) = (told.load(SeqCst), self.turn.load(SeqCst), stats::clock());
             ENTERED.set(now);
             if turn >= number {
                 return number;
             }
-            if turn != seen.0 {
-                seen = (turn, now);
-            }
-            if now.saturating_sub(seen.1) >= queue() {
-                self.passes(turn);
-            } else {
-                wait::for_change(told, before, Duration::from_nanos(queue()));
+            // A turn that began when nobody waited began no later than this thread came.
+            match (self.since.load(SeqCst).max(came) + queue()).saturating_sub(now) {
+                0 => self.passes(turn),
+                left => wait::for_change(told, before, Duration::from_nanos(left)),
             }
         }
     }
 
     /// Ends the turn of that number, if it is not over.
     fn passes(&self, number: u64) {
+        // First: a thread that sees the next turn sees when it began.
+        self.since.fetch_max(stats::clock(), SeqCst);
         if self.turn.compare_exchange(number, number + 1, SeqCst, SeqCst).is_ok() {
             let told = self.told(number + 1);
             told.fetch_add(1, SeqCst);
@@ -282,7 +281,7 @@ struct Marks {
     stamp: u64,
     /// Its number in the line.
     number: u64,
-    /// When the locks had been checked.
+    /// How much processor time the thread had taken when it had checked the locks.
     checked: u64,
 }
 
@@ -327,23 +326,37 @@ pub fn begins(connections: impl FnOnce(&mut dyn FnMut(usize)), see: impl FnOnce(
     }
     see();
     marks.renew();
-    marks.checked = marks.stamp;
+    marks.checked = processor_time();
     MARKS.set(marks);
+}
+
+/// How much processor time the calling thread has taken, in nanoseconds.
+fn processor_time() -> u64 {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    (time.tv_sec * 1_000_000_000 + time.tv_nsec) as u64
 }
 
 /// The fork is over.
 pub fn ends() {
+    let marks = MARKS.get();
+    if marks.number != 0 {
+        TOOK.store(processor_time().saturating_sub(marks.checked), SeqCst);
+        give_up();
+    }
+}
+
+/// Ends what [`begins`] has begun, if anything.
+fn give_up() {
     let marks = MARKS.replace(Marks::NONE);
     if marks.number != 0 {
-        TOOK.store(stats::clock().saturating_sub(marks.checked), SeqCst);
         marks.all().for_each(|forks| forks.ends(marks.stamp));
         LINE.passes(marks.number);
     }
 }
 
-/// Whether the calling thread is in a fork, and that has made progress lately.
+/// Whether the calling thread is in a fork, and that has made progress lately. It may have slept for [`queue`].
 fn is_inside(now: u64) -> bool {
-    DEPTH.get() != 0 && now.saturating_sub(ENTERED.get()) < queue()
+    DEPTH.get() != 0 && now.saturating_sub(ENTERED.get()) < 2 * queue()
 }
 
 /// The calling thread forks. Returns whether this is not inside another fork of its own.
@@ -364,7 +377,7 @@ pub fn enter() -> bool {
 pub fn quit() {
     if DEPTH.get() != 0 {
         DEPTH.set(0);
-        ends();
+        give_up();
     }
 }
 
@@ -470,6 +483,7 @@ mod tests {
         let (lost, begin) = (line.waits(), stats::clock());
         let next = line.waits();
         assert!(stats::clock() >= begin + 4 * LEAST && next == lost + 1);
+        assert!(line.since.load(SeqCst) >= begin + 4 * LEAST);
         line.passes(lost);
         assert_eq!(line.turn.load(SeqCst), next);
         // In a child nobody else is in it.

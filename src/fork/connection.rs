@@ -111,7 +111,10 @@ impl Forks {
 
     /// Whether the calling thread has to leave the locks alone.
     fn concerns_us(&self) -> bool {
-        self.may_be_under_way() && !is_inside(stats::clock()) && self.is_under_way(stats::clock())
+        self.may_be_under_way() && {
+            let now = stats::clock();
+            !is_inside(now) && self.is_under_way(now)
+        }
     }
 
     /// Waits for a moment.

@@ -187,7 +187,7 @@ pub fn begins() {
     }
 }
 
-/// A routine has ended.
+/// A routine has ended: if its thread counts as forking, it has left an atfork handler by longjmp(3).
 #[inline]
 pub fn ends() {
     if ROUTINES_FORK.load(Relaxed) {

@@ -6,11 +6,11 @@
 //!
 //! # Invariants
 //! - No lock is held across the fork: an atfork handler of the program (pthread_atfork(3)) may wait for a thread that wants it.
-//!   Nobody waits for a fork longer than [`most`] once its thread has checked the locks, nor longer than [`queue`] for a lock, or
-//!   for each of the forks that come before its own.
+//!   Nobody waits for a fork much longer than [`most`] once its thread has checked the locks, for which it has [`queue`]; nor
+//!   for a lock longer than [`queue`].
 //! - A thread that has waited runs before the next one forks.
-//! - If a thread never returns from fork(2), its fork no longer counts as under way after [`most`], and its turn ends after
-//!   [`queue`]. Neither grows with the time for which a handler waits.
+//! - If a thread never returns from fork(2), its fork no longer counts as under way after [`most`], and its turn is over. That
+//!   time does not grow with the time for which a handler sleeps.
 //! - No heap: a signal handler that has interrupted malloc(3) may fork.
 #![forbid(unsafe_code)]
 
@@ -43,7 +43,7 @@ fn most() -> u64 {
     (2 * TOOK.load(SeqCst)).clamp(LEAST, LONGEST)
 }
 
-/// How long a thread waits for a lock while others fork in a row, and how long the turn of a thread that forks lasts at most.
+/// How long a thread waits for a lock while others fork in a row, and how long a thread whose turn it is has for its checks.
 fn queue() -> u64 {
     4 * most()
 }
@@ -218,8 +218,8 @@ struct Line {
     next: AtomicU64,
     /// The number of the thread whose turn it is.
     turn: AtomicU64,
-    /// When that turn began, if the one before it ended then.
-    since: AtomicU64,
+    /// When that turn is over for the others, if its thread has not ended it by then.
+    until: AtomicU64,
     /// What the other threads sleep on. The word of number n is at n modulo the length, and changes when its turn comes.
     told: [AtomicU32; Line::WORDS],
 }
@@ -232,15 +232,15 @@ impl Line {
     const fn new() -> Line {
         // No thread gets 0, which `Marks::NONE` has.
         let [next, turn] = [const { AtomicU64::new(1) }; 2];
-        Line { next, turn, since: AtomicU64::new(0), told: [const { AtomicU32::new(0) }; Line::WORDS] }
+        Line { next, turn, until: AtomicU64::new(0), told: [const { AtomicU32::new(0) }; Line::WORDS] }
     }
 
     fn told(&self, number: u64) -> &AtomicU32 {
         &self.told[number as usize % Line::WORDS]
     }
 
-    /// Waits for the calling thread's turn, and returns its number. If another thread's turn has not ended after [`queue`], the
-    /// next one begins nevertheless; the children of both may then find locks taken.
+    /// Waits for the calling thread's turn, which is to last for [`queue`] at most, and returns its number. If another thread's
+    /// turn has not ended in time, the next one begins nevertheless; the children of both may then find locks taken.
     fn waits(&self) -> u64 {
         let number = self.next.fetch_add(1, SeqCst);
         let (told, came) = (self.told(number), stats::clock());
@@ -248,20 +248,29 @@ impl Line {
             let (before, turn, now) = (told.load(SeqCst), self.turn.load(SeqCst), stats::clock());
             ENTERED.set(now);
             if turn >= number {
+                self.lasts(number, queue());
                 return number;
             }
-            // A turn that began when nobody waited began no later than this thread came.
-            match (self.since.load(SeqCst).max(came) + queue()).saturating_sub(now) {
+            // A thread that found nobody before it may still be about to say how long its turn lasts.
+            match self.until.load(SeqCst).max(came + most()).saturating_sub(now) {
                 0 => self.passes(turn),
-                left => wait::for_change(told, before, Duration::from_nanos(left)),
+                // That time is shorter once the thread has made its checks.
+                left => wait::for_change(told, before, Duration::from_nanos(left.min(most() / 2))),
             }
+        }
+    }
+
+    /// From now on the turn of that number lasts for this time at most, in nanoseconds, if it is not over.
+    fn lasts(&self, number: u64, time: u64) {
+        if self.turn.load(SeqCst) == number {
+            self.until.store(stats::clock() + time, SeqCst);
         }
     }
 
     /// Ends the turn of that number, if it is not over.
     fn passes(&self, number: u64) {
-        // First: a thread that sees the next turn sees when it began.
-        self.since.fetch_max(stats::clock(), SeqCst);
+        // The time of the next turn, whose thread may not come: set first, for those that see that turn.
+        self.lasts(number, queue());
         if self.turn.compare_exchange(number, number + 1, SeqCst, SeqCst).is_ok() {
             let told = self.told(number + 1);
             told.fetch_add(1, SeqCst);
@@ -331,6 +340,7 @@ pub fn begins(connections: impl FnOnce(&mut dyn FnMut(usize)), see: impl FnOnce(
     marks.renew();
     marks.checked = processor_time();
     MARKS.set(marks);
+    LINE.lasts(marks.number, most());
 }
 
 /// How much processor time the calling thread has taken, in nanoseconds.
@@ -343,7 +353,10 @@ fn processor_time() -> u64 {
 pub fn ends() {
     let marks = MARKS.get();
     if marks.number != 0 {
-        TOOK.store(processor_time().saturating_sub(marks.checked), SeqCst);
+        // A child's clock begins anew.
+        if let Some(took) = processor_time().checked_sub(marks.checked) {
+            TOOK.store(took, SeqCst);
+        }
         give_up();
     }
 }
@@ -486,9 +499,11 @@ mod tests {
         let (lost, begin) = (line.waits(), stats::clock());
         let next = line.waits();
         assert!(stats::clock() >= begin + 4 * LEAST && next == lost + 1);
-        assert!(line.since.load(SeqCst) >= begin + 4 * LEAST);
+        assert!(line.until.load(SeqCst) >= begin + 8 * LEAST);
+        let until = line.until.load(SeqCst);
         line.passes(lost);
-        assert_eq!(line.turn.load(SeqCst), next);
+        line.lasts(lost, 100 * LEAST);
+        assert_eq!((line.turn.load(SeqCst), line.until.load(SeqCst)), (next, until));
         // In a child nobody else is in it.
         line.next.fetch_add(5, SeqCst);
         line.clear();

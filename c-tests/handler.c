@@ -1,11 +1,14 @@
-/* A signal handler forks, as a daemon's may, in the midst of a routine that uses the heap. With one thread that is allowed, so
- * nothing that the library does at a fork may use the heap. NETID: "rdma", or "tcp" without the library. */
+/* Forks at bad moments. A signal handler forks, as a daemon's may, in the midst of a routine that uses the heap. With one thread
+ * that is allowed, so nothing that the library does at a fork may use the heap. And a server exits while its threads fork.
+ * NETID: "rdma", or "tcp" without the library. */
 #define _GNU_SOURCE
 #include <err.h>
 #include <netconfig.h>
 #include <netinet/in.h>
+#include <pthread.h>
 #include <rpc/rpc.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +23,7 @@
             errx(1, "handler: line %d: " #so, __LINE__);  \
     } while (0)
 
-enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, FORKS = 2000 };
+enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, EXIT = 2, FORKS = 2000, ROUNDS = 10, THREADS = 8 };
 
 static bool_t xdr_nothing(XDR *xdr, ...)
 {
@@ -42,6 +45,22 @@ static void forks_once(int number)
         abort();
 }
 
+static atomic_int children;
+
+static void *keeps_forking(void *unused)
+{
+    (void)unused;
+    for (;;) {
+        pid_t child = fork();
+        if (child == 0)
+            _exit(0);
+        if (child < 0 || waitpid(child, NULL, 0) != child)
+            abort();
+        children++;
+    }
+    return NULL;
+}
+
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
     if (request->rq_proc == USE_HEAP) {
@@ -55,7 +74,29 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         }
         REQUIRE(setitimer(ITIMER_REAL, &never, NULL) == 0);
     }
+    if (request->rq_proc == EXIT) {
+        pthread_t thread;
+        for (int i = 0; i < THREADS; i++)
+            REQUIRE(pthread_create(&thread, NULL, keeps_forking, NULL) == 0);
+        while (children < 4 * THREADS)
+            usleep(100);
+        REQUIRE(svc_sendreply(xprt, xdr_nothing, NULL));
+        exit(0);
+    }
     REQUIRE(svc_sendreply(xprt, xdr_nothing, NULL));
+}
+
+/* Has it served by another process. */
+static pid_t served(void)
+{
+    pid_t server = fork();
+    if (server == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        svc_run();
+        _exit(0);
+    }
+    REQUIRE(server > 0);
+    return server;
 }
 
 int main(int argc, char **argv)
@@ -68,20 +109,26 @@ int main(int argc, char **argv)
     REQUIRE(listener != NULL && svc_reg(listener, PROG, VERS, serve, NULL));
     struct sockaddr_in address;
     memcpy(&address, listener->xp_ltaddr.buf, sizeof address);
-    pid_t server = fork();
-    if (server == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        svc_run();
-        _exit(0);
-    }
     struct netbuf to = {sizeof address, sizeof address, &address};
-    CLIENT *client = clnt_tli_create(RPC_ANYFD, netconfig, &to, PROG, VERS, 0, 0);
-    REQUIRE(server > 0 && client != NULL);
     struct timeval patient = {120, 0};
+    pid_t server = served();
+    CLIENT *client = clnt_tli_create(RPC_ANYFD, netconfig, &to, PROG, VERS, 0, 0);
+    REQUIRE(client != NULL);
     REQUIRE(clnt_call(client, USE_HEAP, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
     REQUIRE(clnt_call(client, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
     clnt_destroy(client);
     REQUIRE(kill(server, SIGKILL) == 0 && waitpid(server, NULL, 0) == server);
     puts("ok    the handler of a signal may fork in the midst of malloc");
+    fflush(stdout);
+    for (int round = 0; round < ROUNDS; round++) {
+        server = served();
+        client = clnt_tli_create(RPC_ANYFD, netconfig, &to, PROG, VERS, 0, 0);
+        REQUIRE(client != NULL);
+        REQUIRE(clnt_call(client, EXIT, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
+        clnt_destroy(client);
+        int status;
+        REQUIRE(waitpid(server, &status, 0) == server && status == 0);
+    }
+    puts("ok    a server exits while its threads fork");
     return 0;
 }

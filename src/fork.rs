@@ -10,6 +10,7 @@
 //!   other threads fork, [`lock`], [`begins`] and [`is_still_under_way`].
 #![allow(unsafe_code)]
 
+use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
@@ -102,9 +103,32 @@ fn begin_to_watch() {
         Ok(())
     });
     // SAFETY: `after_fork` only stores atomics, tries locks and calls getpid, which is allowed in the child of a
-    // multi-threaded process. The library is linked with -z nodelete: the handlers stay mapped.
-    unsafe { libc::pthread_atfork(Some(count_fork), Some(count_fork), Some(after_fork)) };
+    // multi-threaded process.
+    unsafe { run_at_fork(count_fork, count_fork, after_fork) };
     WATCHED.store(true, Relaxed);
+}
+
+/// A handler of pthread_atfork(3).
+pub type Handler = unsafe extern "C" fn();
+
+/// As pthread_atfork(3), for the life of the process.
+///
+/// # Safety
+/// The handlers may be called in any thread that forks, and `child` in the child of a process with several threads. The library
+/// is linked with -z nodelete: they stay mapped.
+pub unsafe fn run_at_fork(prepare: Handler, parent: Handler, child: Handler) {
+    unsafe extern "C" {
+        fn __register_atfork(
+            prepare: Option<Handler>,
+            parent: Option<Handler>,
+            child: Option<Handler>,
+            library: *mut c_void,
+        ) -> c_int;
+    }
+    // pthread_atfork(3) names the library here, and exit(3) then removes its handlers. Where another thread is in one of them,
+    // glibc does not find the next one, and aborts.
+    // SAFETY: handlers that may be called (contract), of no library.
+    unsafe { __register_atfork(Some(prepare), Some(parent), Some(child), null_mut()) };
 }
 
 /// Called before the fork, and after it in the parent: the child may or may not have what another thread takes in between.

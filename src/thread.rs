@@ -1,6 +1,7 @@
-//! The calling thread: its name, its stack and what it has used. Also how many threads can run at a time.
+//! The calling thread: its name, its stack and what it has used. What others see of a thread. How many threads can run at a time.
 #![allow(unsafe_code)]
 
+use std::io::{Read, Write};
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
@@ -18,6 +19,40 @@ pub fn this() -> usize {
         static NAME: usize = NEXT.fetch_add(1, Relaxed);
     }
     NAME.with(|name| *name)
+}
+
+/// The kernel's number of the calling thread (gettid(2)).
+pub fn id() -> u32 {
+    rustix::thread::gettid().as_raw_nonzero().get() as u32
+}
+
+/// How much processor time a thread of this process has taken, in nanoseconds. `None` if there is no such thread.
+pub fn processor_time(id: u32) -> Option<u64> {
+    /// CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED of the kernel, as clock_getcpuclockid(3) and pthread_getcpuclockid(3) use them.
+    const OF_A_THREAD: i32 = 4 | 2;
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let clock = !(id as i32) << 3 | OF_A_THREAD;
+    // SAFETY: `time` is writable.
+    let known = unsafe { libc::clock_gettime(clock, &mut time) } == 0;
+    known.then_some(time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64)
+}
+
+/// Whether a thread of this process runs, or waits for a processor or for the kernel itself (its page tables, a disk): not for
+/// another thread, nor for time to pass. False also if the system does not say. Uses no heap.
+pub fn is_at_work(id: u32) -> bool {
+    let mut path = [0; 64];
+    let mut rest = &mut path[..];
+    let written = write!(rest, "/proc/self/task/{id}/stat");
+    let left = rest.len();
+    let Some(path) = written.ok().and_then(|()| std::str::from_utf8(&path[..path.len() - left]).ok()) else {
+        return false;
+    };
+    let mut stat = [0; 64];
+    let read = std::fs::File::open(path).and_then(|mut file| file.read(&mut stat));
+    let stat = &stat[..read.unwrap_or(0)];
+    // "id (name) state ...": the name, of at most 15 bytes, may contain anything.
+    let name = stat.iter().rposition(|byte| *byte == b')');
+    name.and_then(|end| stat.get(end + 2)).is_some_and(|state| matches!(state, b'R' | b'D'))
 }
 
 /// The number of processors that this process may use.
@@ -113,5 +148,35 @@ impl Usage {
     pub fn since(self, before: Usage) -> Usage {
         let processor = self.processor.saturating_sub(before.processor);
         Usage { processor, sleeps: self.sleeps.wrapping_sub(before.sleeps) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn others_see_whether_a_thread_is_at_work_and_what_it_has_taken() {
+        let own = processor_time(id()).unwrap();
+        assert!(is_at_work(id()) && processor_time(id()).unwrap() > own);
+        let (says, heard) = channel();
+        let (may_end, waits) = channel::<()>();
+        let other = std::thread::spawn(move || {
+            says.send(id()).unwrap();
+            let _ = waits.recv();
+        });
+        let other_id = heard.recv().unwrap();
+        while is_at_work(other_id) {
+            std::thread::yield_now();
+        }
+        assert!(other_id != id() && processor_time(other_id).is_some());
+        drop(may_end);
+        other.join().unwrap();
+        while processor_time(other_id).is_some() {
+            std::thread::yield_now();
+        }
+        assert!(!is_at_work(other_id));
     }
 }

@@ -7,7 +7,8 @@
 //! # Invariants
 //! - No lock is held across the fork: an atfork handler of the program (pthread_atfork(3)) may wait for a thread that wants it.
 //!   Nobody waits for a fork much longer than [`most`] once its thread has checked the locks, for which it has [`queue`]; nor
-//!   for a lock longer than [`queue`].
+//!   for a lock longer than [`queue`]. Where the system says that the forking thread is still at work, they wait longer
+//!   ([`Line::is_at_work`]): on a busy machine it may have waited for a processor meanwhile.
 //! - A thread that has waited runs before the next one forks.
 //! - If a thread never returns from fork(2), its fork no longer counts as under way after [`most`], and its turn is over. That
 //!   time does not grow with the time for which a handler sleeps.
@@ -21,9 +22,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::thread;
 use std::time::Duration;
 
-use rustix::time::{ClockId, clock_gettime};
-
 use crate::sync::{Mutex, MutexGuard};
+use crate::thread::{id, is_at_work, processor_time};
 use crate::{stats, wait};
 
 /// The bounds of [`most`].
@@ -34,6 +34,8 @@ const LONGEST: u64 = 500_000_000;
 const GAP: u64 = 200_000;
 /// How often waiting threads look again.
 const LOOK: Duration = Duration::from_micros(50);
+/// How many times [`most`] they wait at most for a thread that is at work.
+const PATIENCE: u64 = 20;
 
 /// How long the latest fork has taken, in processor time: copying page tables takes that, waiting in a handler does not.
 static TOOK: AtomicU64 = AtomicU64::new(0);
@@ -106,7 +108,9 @@ impl Forks {
 
     fn is_under_way(&self, now: u64) -> bool {
         let began = self.began.load(SeqCst);
-        began != 0 && now.saturating_sub(began) < most()
+        began != 0
+            && (now.saturating_sub(began) < most()
+                || began == LINE.stamp.load(SeqCst) && LINE.is_at_work(now))
     }
 
     /// Whether the calling thread has to leave the locks alone.
@@ -150,8 +154,12 @@ impl Forks {
     #[cold]
     #[inline(never)]
     fn lock<'a, T>(&self, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
-        let until = stats::clock() + queue();
-        let leaves_alone = || self.concerns_us() && stats::clock() < until;
+        let came = stats::clock();
+        let leaves_alone = || {
+            let now = stats::clock();
+            let waited = now.saturating_sub(came);
+            self.concerns_us() && (waited < queue() || waited < PATIENCE * most() && LINE.is_at_work(now))
+        };
         loop {
             while leaves_alone() {
                 self.sleep();
@@ -220,6 +228,14 @@ struct Line {
     turn: AtomicU64,
     /// When that turn is over for the others, if its thread has not ended it by then.
     until: AtomicU64,
+    /// The latest turn whose thread has noticed that it has come (its number, in the upper half), and that thread's [`id`].
+    thread: AtomicU64,
+    /// When that thread's fork began, as the places have it.
+    stamp: AtomicU64,
+    /// How much processor time that thread will have taken when its fork is taken to be lost.
+    limit: AtomicU64,
+    /// When it was last seen at work.
+    seen: AtomicU64,
     /// What the other threads sleep on. The word of number n is at n modulo the length, and changes when its turn comes.
     told: [AtomicU32; Line::WORDS],
 }
@@ -232,7 +248,17 @@ impl Line {
     const fn new() -> Line {
         // No thread gets 0, which `Marks::NONE` has.
         let [next, turn] = [const { AtomicU64::new(1) }; 2];
-        Line { next, turn, until: AtomicU64::new(0), told: [const { AtomicU32::new(0) }; Line::WORDS] }
+        let [until, thread, stamp, limit, seen] = [const { AtomicU64::new(0) }; 5];
+        Line {
+            next,
+            turn,
+            until,
+            thread,
+            stamp,
+            limit,
+            seen,
+            told: [const { AtomicU32::new(0) }; Line::WORDS],
+        }
     }
 
     fn told(&self, number: u64) -> &AtomicU32 {
@@ -249,15 +275,56 @@ impl Line {
             ENTERED.set(now);
             if turn >= number {
                 self.lasts(number, queue());
+                self.has(number);
                 return number;
             }
+            // That time is shorter once the thread has made its checks. The next in the line looks most often.
+            let look = most() / 2 * (number - turn);
             // A thread that found nobody before it may still be about to say how long its turn lasts.
             match self.until.load(SeqCst).max(came + most()).saturating_sub(now) {
-                0 => self.passes(turn),
-                // That time is shorter once the thread has made its checks.
-                left => wait::for_change(told, before, Duration::from_nanos(left.min(most() / 2))),
+                0 if !self.is_at_work(now) => self.passes(turn),
+                0 => wait::for_change(told, before, Duration::from_nanos(look)),
+                left => wait::for_change(told, before, Duration::from_nanos(left.min(look))),
             }
         }
+    }
+
+    /// The calling thread has the turn of that number.
+    fn has(&self, number: u64) {
+        self.limits(number, queue());
+        self.stamp.store(stats::clock(), SeqCst);
+        self.thread.store(number << 32 | u64::from(id()), SeqCst);
+    }
+
+    /// The calling thread has that turn, and its fork is taken to be lost if it takes that much more processor time.
+    fn limits(&self, number: u64, time: u64) {
+        if self.turn.load(SeqCst) == number {
+            let taken = processor_time(id()).unwrap_or(0);
+            self.limit.store(taken + time, SeqCst);
+        }
+    }
+
+    /// Whether the thread whose turn it is goes on with its fork: it is not the calling one, and neither sleeps in a handler nor
+    /// takes so much processor time that one of them must be waiting in a loop.
+    fn is_at_work(&self, now: u64) -> bool {
+        let [turn, thread, stamp, limit, seen] =
+            [&self.turn, &self.thread, &self.stamp, &self.limit, &self.seen].map(|word| word.load(SeqCst));
+        let forker = thread as u32;
+        if turn << 32 != thread & !u64::from(u32::MAX)
+            || now.saturating_sub(stamp) >= PATIENCE * most()
+            || forker == id()
+        {
+            return false;
+        }
+        // Whoever looks does so for all.
+        if now.saturating_sub(seen) < most() / 8 {
+            return true;
+        }
+        let works = processor_time(forker).is_some_and(|taken| taken < limit) && is_at_work(forker);
+        if works {
+            self.seen.store(now, SeqCst);
+        }
+        works
     }
 
     /// From now on the turn of that number lasts for this time at most, in nanoseconds, if it is not over.
@@ -314,6 +381,7 @@ impl Marks {
     /// The fork counts as begun just now, except where another thread has marked a place because this one took too long.
     fn renew(&mut self) {
         let before = std::mem::replace(&mut self.stamp, stats::clock());
+        let _ = LINE.stamp.compare_exchange(before, self.stamp, SeqCst, SeqCst);
         self.all().for_each(|forks| _ = forks.moves(before, self.stamp));
         ENTERED.set(self.stamp);
     }
@@ -330,6 +398,7 @@ pub fn begins(connections: impl FnOnce(&mut dyn FnMut(usize)), see: impl FnOnce(
         thread::sleep(Duration::from_nanos(gap));
     }
     marks.stamp = stats::clock();
+    LINE.stamp.store(marks.stamp, SeqCst);
     marks.all().for_each(|forks| forks.begins(marks.stamp));
     let until = marks.stamp + most();
     while marks.stamp < until && marks.all().any(|forks| forks.waiting.load(SeqCst) != 0) {
@@ -338,15 +407,10 @@ pub fn begins(connections: impl FnOnce(&mut dyn FnMut(usize)), see: impl FnOnce(
     }
     see();
     marks.renew();
-    marks.checked = processor_time();
+    marks.checked = processor_time(id()).unwrap_or(0);
     MARKS.set(marks);
+    LINE.limits(marks.number, most());
     LINE.lasts(marks.number, most());
-}
-
-/// How much processor time the calling thread has taken, in nanoseconds.
-fn processor_time() -> u64 {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    (time.tv_sec * 1_000_000_000 + time.tv_nsec) as u64
 }
 
 /// The fork is over.
@@ -354,7 +418,7 @@ pub fn ends() {
     let marks = MARKS.get();
     if marks.number != 0 {
         // A child's clock begins anew.
-        if let Some(took) = processor_time().checked_sub(marks.checked) {
+        if let Some(took) = processor_time(id()).and_then(|now| now.checked_sub(marks.checked)) {
             TOOK.store(took, SeqCst);
         }
         give_up();
@@ -510,6 +574,45 @@ mod tests {
         line.passes(next);
         let last = line.waits();
         assert_eq!((last, line.turn.load(SeqCst)), (next + 6, next + 6));
+    }
+
+    #[test]
+    fn a_fork_takes_longer_while_its_thread_is_at_work() {
+        let line = Line::new();
+        let [may_sleep, is_over] = [const { AtomicU32::new(0) }; 2];
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let number = line.waits();
+                while may_sleep.load(SeqCst) == 0 {
+                    std::hint::spin_loop();
+                }
+                while is_over.load(SeqCst) == 0 {
+                    wait::for_change(&is_over, 0, Duration::from_secs(60));
+                }
+                line.passes(number);
+            });
+            while line.thread.load(SeqCst) == 0 {
+                thread::yield_now();
+            }
+            let late = line.stamp.load(SeqCst) + 2 * most();
+            line.limit.store(u64::MAX, SeqCst);
+            assert!(line.is_at_work(late));
+            assert!(!line.is_at_work(late + PATIENCE * most()));
+            // Too much processor time, seen after what was seen before has been forgotten.
+            line.limit.store(0, SeqCst);
+            assert!(line.is_at_work(late) && !line.is_at_work(late + most()));
+            line.limit.store(u64::MAX, SeqCst);
+            assert!(line.is_at_work(late + most()));
+            may_sleep.store(1, SeqCst);
+            while line.is_at_work(late + 2 * most()) {
+                line.seen.store(0, SeqCst);
+                thread::yield_now();
+            }
+            is_over.store(1, SeqCst);
+            wait::tell_change(&is_over);
+        });
+        // It is the turn of a thread that has not come yet.
+        assert!(!line.is_at_work(stats::clock()));
     }
 
     #[test]

@@ -161,8 +161,8 @@ fn served() -> Option<Arc<Transport>> {
 pub fn accepted(connection: &Arc<Transport>) {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if !WATCHED.swap(true, Relaxed) {
-        // SAFETY: the handlers look at locks of ours, in the thread that forks; the library stays mapped.
-        unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
+        // SAFETY: the handlers look at locks of ours, in the thread that forks, and use no heap.
+        unsafe { fork::run_at_fork(before_fork, after_fork, after_fork) };
     }
     let mut known = ACCEPTED.lock();
     // Without memory for this, a child forked for its requests may find a lock taken.
@@ -208,8 +208,9 @@ pub fn put_off() {
 /// No lock is held across the fork: another atfork handler may wait for a thread that wants it.
 unsafe extern "C" fn before_fork() {
     guard(|| {
-        /// Whoever holds a lock gives it back sooner than this. A child sees for itself whether that was in time.
-        const PATIENCE: Duration = Duration::from_millis(50);
+        /// Whoever holds a lock gives it back sooner than this, even on a busy machine. A child sees for itself whether that was
+        /// in time.
+        const PATIENCE: Duration = Duration::from_millis(200);
         // If a signal handler that has interrupted this thread in here, perhaps with locks held, makes the fork, the child can
         // answer nothing.
         if !fork::enter() || ffi::is_guard_inside_another() {

@@ -508,7 +508,7 @@ static void *is_put_off_until_fork(void *unused)
     return NULL;
 }
 
-/* On two CLIENTs: the thread of the first one would name another program. */
+/* The routine that forks serves the connection of the request that was put off, or another one. */
 static void forks(void)
 {
     pthread_t thread;

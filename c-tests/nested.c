@@ -30,8 +30,8 @@
 enum { PROG = 0x20004C54 };
 /* Procedures. MEET runs the loop until MANY are inside, INNER until a FINISH has come. GATE waits for the clients, HOLD until
  * something has come at the listener and at one connection. PUT_OFF is answered by ANSWER, LATER by a thread, and SILENT never.
- * SLOW takes more time than the loop takes for the same thing. LEAVE jumps out of the loop, and so do the xdrprocs of ARGUMENTS
- * and RESULTS. STOP ends the loop, which then goes on with the transports that KNOWN has recorded. */
+ * SLOW takes longer than the 100 ms after which a loop inside a routine is woken. LEAVE jumps out of the loop, and so do the
+ * xdrprocs of ARGUMENTS and RESULTS. STOP ends the loop, which then goes on with the transports that KNOWN has recorded. */
 enum { ECHO = 1, MEET, INNER, FINISH, GATE, PUT_OFF, ANSWER, SILENT, SLOW, LEAVE, TELL, KNOWN, STOP, MEMORY, HOLD, LATER, ARGUMENTS, RESULTS };
 enum { MANY = 3 };
 

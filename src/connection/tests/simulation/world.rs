@@ -914,7 +914,7 @@ impl World {
         if matches!(header.body, Body::Optional { .. }) {
             return;
         }
-        // Before the answered call there may be others of those.
+        // An answer to a one-way call is under way no longer.
         if !is_error && let Some(number) = answered(&header) {
             let one_way = self.calls[number as usize].sort == Sort::OneWay;
             self.links[link].strays -= usize::from(one_way);

@@ -275,7 +275,7 @@ impl Line {
             ENTERED.set(now);
             if turn >= number {
                 self.lasts(number, queue());
-                self.has(number);
+                self.begins(number);
                 return number;
             }
             // That time is shorter once the thread has made its checks. The next in the line looks most often.
@@ -289,14 +289,16 @@ impl Line {
         }
     }
 
-    /// The calling thread has the turn of that number.
-    fn has(&self, number: u64) {
-        self.limits(number, queue());
-        self.stamp.store(stats::clock(), SeqCst);
-        self.thread.store(number << 32 | u64::from(id()), SeqCst);
+    /// The calling thread's turn has come, which has that number, unless it is over already.
+    fn begins(&self, number: u64) {
+        if self.turn.load(SeqCst) == number {
+            self.limits(number, queue());
+            self.stamp.store(stats::clock(), SeqCst);
+            self.thread.store(number << 32 | u64::from(id()), SeqCst);
+        }
     }
 
-    /// The calling thread has that turn, and its fork is taken to be lost if it takes that much more processor time.
+    /// If the calling thread takes that much more processor time in the turn of that number, its fork is taken to be lost.
     fn limits(&self, number: u64, time: u64) {
         if self.turn.load(SeqCst) == number {
             let taken = processor_time(id()).unwrap_or(0);

@@ -104,7 +104,7 @@ fn begin_to_watch() {
     });
     // SAFETY: `after_fork` only stores atomics, tries locks and calls getpid, which is allowed in the child of a
     // multi-threaded process.
-    unsafe { run_at_fork(count_fork, count_fork, after_fork) };
+    unsafe { run_at_fork(before_fork, after_fork_in_parent, after_fork) };
     WATCHED.store(true, Relaxed);
 }
 
@@ -131,12 +131,26 @@ pub unsafe fn run_at_fork(prepare: Handler, parent: Handler, child: Handler) {
     unsafe { __register_atfork(Some(prepare), Some(parent), Some(child), null_mut()) };
 }
 
-/// Called before the fork, and after it in the parent: the child may or may not have what another thread takes in between.
-unsafe extern "C" fn count_fork() {
+/// Of all handlers that the library registers, this one runs last before the fork.
+unsafe extern "C" fn before_fork() {
     guard(|| {
-        FORKS.fetch_add(1, SeqCst);
+        count_fork();
+        connection::measure();
         Ok(())
     });
+}
+
+unsafe extern "C" fn after_fork_in_parent() {
+    guard(|| {
+        connection::measured();
+        count_fork();
+        Ok(())
+    });
+}
+
+/// Before the fork, and after it in the parent: the child may or may not have what another thread takes in between.
+fn count_fork() {
+    FORKS.fetch_add(1, SeqCst);
 }
 
 unsafe extern "C" fn after_fork() {

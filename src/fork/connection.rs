@@ -7,11 +7,11 @@
 //! # Invariants
 //! - No lock is held across the fork: an atfork handler of the program (pthread_atfork(3)) may wait for a thread that wants it.
 //!   Nobody waits for a fork much longer than [`most`] once its thread has checked the locks, for which it has [`queue`]; nor
-//!   for a lock longer than [`queue`]. Where the system says that the forking thread is still at work, they wait longer
-//!   ([`Line::is_at_work`]): on a busy machine it may have waited for a processor meanwhile.
+//!   for a lock longer than [`queue`]. Where the system says that the forking thread is still at work ([`Line::goes_on`]), they
+//!   wait up to [`PATIENCE`]: on a busy machine it may have waited for a processor meanwhile.
 //! - A thread that has waited runs before the next one forks.
 //! - If a thread never returns from fork(2), its fork no longer counts as under way after [`most`], and its turn is over. That
-//!   time does not grow with the time for which a handler sleeps.
+//!   time does not grow with the time that a handler takes.
 //! - No heap: a signal handler that has interrupted malloc(3) may fork.
 #![forbid(unsafe_code)]
 
@@ -34,10 +34,10 @@ const LONGEST: u64 = 500_000_000;
 const GAP: u64 = 200_000;
 /// How often waiting threads look again.
 const LOOK: Duration = Duration::from_micros(50);
-/// How many times [`most`] they wait at most for a thread that is at work.
-const PATIENCE: u64 = 20;
+/// How long they wait at most for a thread that is at work, in nanoseconds.
+const PATIENCE: u64 = 1_000_000_000;
 
-/// How long the latest fork has taken, in processor time: copying page tables takes that, waiting in a handler does not.
+/// How long the latest fork(2) has taken, in processor time: the kernel copies page tables.
 static TOOK: AtomicU64 = AtomicU64::new(0);
 
 /// How long a thread waits for another thread's fork, in nanoseconds. In a process of many gigabytes each fork takes long.
@@ -52,13 +52,13 @@ fn queue() -> u64 {
 
 /// The forks that concern one connection, or several whose numbers hash to the same place.
 struct Forks {
-    /// When the fork that is under way began, by [`stats::clock`]; 0 if there is none.
-    began: AtomicU64,
+    /// In whose turn the fork is made that is under way: its number in the line; 0 if there is none.
+    turn: AtomicU64,
     /// When the latest fork ended for which a thread had waited.
     ended: AtomicU64,
     /// Threads that wait for the end of a fork.
     sleeping: AtomicU32,
-    /// Threads that wait for one of the connection's locks, or are checking `began` before they do.
+    /// Threads that wait for one of the connection's locks, or are checking `turn` before they do.
     waiting: AtomicU32,
 }
 
@@ -83,12 +83,14 @@ thread_local! {
     /// When the outermost of them last made progress.
     static ENTERED: Cell<u64> = const { Cell::new(0) };
     static MARKS: Cell<Marks> = const { Cell::new(Marks::NONE) };
+    /// How much processor time the thread had taken before fork(2).
+    static BEFORE: Cell<u64> = const { Cell::new(0) };
 }
 
 impl Forks {
     const fn new() -> Forks {
         Forks {
-            began: AtomicU64::new(0),
+            turn: AtomicU64::new(0),
             ended: AtomicU64::new(0),
             sleeping: AtomicU32::new(0),
             waiting: AtomicU32::new(0),
@@ -103,21 +105,19 @@ impl Forks {
     /// Checked wherever a lock is taken, at no cost.
     #[inline(always)]
     fn may_be_under_way(&self) -> bool {
-        self.began.load(SeqCst) != 0
+        self.turn.load(SeqCst) != 0
     }
 
-    fn is_under_way(&self, now: u64) -> bool {
-        let began = self.began.load(SeqCst);
-        began != 0
-            && (now.saturating_sub(began) < most()
-                || began == LINE.stamp.load(SeqCst) && LINE.is_at_work(now))
+    fn is_under_way(&self, line: &Line, now: u64) -> bool {
+        let turn = self.turn.load(SeqCst);
+        turn != 0 && line.is_on(turn, now)
     }
 
     /// Whether the calling thread has to leave the locks alone.
-    fn concerns_us(&self) -> bool {
+    fn concerns_us(&self, line: &Line) -> bool {
         self.may_be_under_way() && {
             let now = stats::clock();
-            !is_inside(now) && self.is_under_way(now)
+            !is_inside(now) && self.is_under_way(line, now)
         }
     }
 
@@ -128,9 +128,9 @@ impl Forks {
         less(&self.sleeping);
     }
 
-    /// Records a fork that began at `stamp`. An earlier one that has not ended by now is taken to be lost.
-    fn begins(&self, stamp: u64) {
-        self.began.store(stamp, SeqCst);
+    /// A fork begins, in that turn. If the turn has been passed over meanwhile, that of a later one may have begun.
+    fn begins(&self, turn: u64) {
+        self.turn.fetch_max(turn, SeqCst);
     }
 
     /// For how many more nanoseconds the threads that have waited for the latest fork go first.
@@ -138,27 +138,23 @@ impl Forks {
         GAP.saturating_sub(now.saturating_sub(self.ended.load(SeqCst)))
     }
 
-    fn moves(&self, before: u64, stamp: u64) -> bool {
-        self.began.compare_exchange(before, stamp, SeqCst, SeqCst).is_ok()
-    }
-
-    /// Ends the fork, unless another one has begun since because this one was taken to be lost.
-    fn ends(&self, stamp: u64) {
+    /// Ends the fork of that turn, unless that of a later one has begun.
+    fn ends(&self, turn: u64) {
         if self.sleeping.load(SeqCst) != 0 {
             self.ended.store(stats::clock(), SeqCst);
         }
-        self.moves(stamp, 0);
+        let _ = self.turn.compare_exchange(turn, 0, SeqCst, SeqCst);
     }
 
     /// The slow path of [`lock`]: another thread holds the lock, or may be forking.
     #[cold]
     #[inline(never)]
-    fn lock<'a, T>(&self, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
+    fn lock<'a, T>(&self, line: &Line, lock: &'a Mutex<T>) -> MutexGuard<'a, T> {
         let came = stats::clock();
         let leaves_alone = || {
             let now = stats::clock();
             let waited = now.saturating_sub(came);
-            self.concerns_us() && (waited < queue() || waited < PATIENCE * most() && LINE.is_at_work(now))
+            self.concerns_us(line) && (waited < queue() || waited < PATIENCE && line.goes_on(now))
         };
         loop {
             while leaves_alone() {
@@ -194,13 +190,13 @@ pub fn lock<T>(lock: &Mutex<T>, connection: usize) -> MutexGuard<'_, T> {
             return guard;
         }
     }
-    forks.lock(lock)
+    forks.lock(&LINE, lock)
 }
 
 /// Whether another thread is making a fork that concerns the connection: a caller with other things to do leaves it alone.
 #[inline]
 pub fn is_under_way(connection: usize) -> bool {
-    Forks::of(connection).concerns_us()
+    Forks::of(connection).concerns_us(&LINE)
 }
 
 /// The same, after waiting up to half a millisecond while that lasts and `others` returns false: a loop that would come straight
@@ -209,7 +205,7 @@ pub fn is_under_way(connection: usize) -> bool {
 pub fn is_still_under_way(connection: usize, others: impl Fn() -> bool) -> bool {
     let forks = Forks::of(connection);
     for _ in 0..10 {
-        if !forks.concerns_us() {
+        if !forks.concerns_us(&LINE) {
             return false;
         }
         if others() {
@@ -217,7 +213,7 @@ pub fn is_still_under_way(connection: usize, others: impl Fn() -> bool) -> bool 
         }
         forks.sleep();
     }
-    forks.concerns_us()
+    forks.concerns_us(&LINE)
 }
 
 /// The turns of the threads that fork, in the order of their arrival.
@@ -226,12 +222,12 @@ struct Line {
     next: AtomicU64,
     /// The number of the thread whose turn it is.
     turn: AtomicU64,
-    /// When that turn is over for the others, if its thread has not ended it by then.
+    /// When that turn is over for the others, if its thread has not ended it by then and is not at work.
     until: AtomicU64,
-    /// The latest turn whose thread has noticed that it has come (its number, in the upper half), and that thread's [`id`].
+    /// The thread that has begun its turn last: the number of the turn, in the upper half, and its [`id`].
     thread: AtomicU64,
-    /// When that thread's fork began, as the places have it.
-    stamp: AtomicU64,
+    /// When it began its turn.
+    began: AtomicU64,
     /// How much processor time that thread will have taken when its fork is taken to be lost.
     limit: AtomicU64,
     /// When it was last seen at work.
@@ -248,17 +244,9 @@ impl Line {
     const fn new() -> Line {
         // No thread gets 0, which `Marks::NONE` has.
         let [next, turn] = [const { AtomicU64::new(1) }; 2];
-        let [until, thread, stamp, limit, seen] = [const { AtomicU64::new(0) }; 5];
-        Line {
-            next,
-            turn,
-            until,
-            thread,
-            stamp,
-            limit,
-            seen,
-            told: [const { AtomicU32::new(0) }; Line::WORDS],
-        }
+        let [until, thread, began, limit, seen] = [const { AtomicU64::new(0) }; 5];
+        let told = [const { AtomicU32::new(0) }; Line::WORDS];
+        Line { next, turn, until, thread, began, limit, seen, told }
     }
 
     fn told(&self, number: u64) -> &AtomicU32 {
@@ -267,53 +255,50 @@ impl Line {
 
     /// Waits for the calling thread's turn, which is to last for [`queue`] at most, and returns its number. If another thread's
     /// turn has not ended in time, the next one begins nevertheless; the children of both may then find locks taken.
-    fn waits(&self) -> u64 {
-        let number = self.next.fetch_add(1, SeqCst);
-        let (told, came) = (self.told(number), stats::clock());
+    fn take_turn(&self) -> u64 {
+        let mut number = self.next.fetch_add(1, SeqCst);
+        let mut came = stats::clock();
         loop {
+            let told = self.told(number);
             let (before, turn, now) = (told.load(SeqCst), self.turn.load(SeqCst), stats::clock());
             ENTERED.set(now);
-            if turn >= number {
-                self.lasts(number, queue());
-                self.begins(number);
+            if turn == number {
+                self.limit_turn(number, queue());
+                self.limit_processor_time(number, queue());
+                self.began.store(now, SeqCst);
+                self.thread.store(number << 32 | u64::from(id()), SeqCst);
                 return number;
             }
-            // That time is shorter once the thread has made its checks. The next in the line looks most often.
-            let look = most() / 2 * (number - turn);
-            // A thread that found nobody before it may still be about to say how long its turn lasts.
+            if turn > number {
+                // It had no processor for so long that the others have passed it over.
+                (number, came) = (self.next.fetch_add(1, SeqCst), now);
+                continue;
+            }
+            // The next in the line looks most often; nobody sleeps much longer than a turn may last.
+            let look = most() / 2 * (number - turn).min(4);
+            // A thread that found nobody before it may still be about to say how long its turn lasts. That time is shorter once
+            // it has made its checks.
             match self.until.load(SeqCst).max(came + most()).saturating_sub(now) {
-                0 if !self.is_at_work(now) => self.passes(turn),
+                0 if !self.goes_on(now) => self.pass_turn(turn),
                 0 => wait::for_change(told, before, Duration::from_nanos(look)),
                 left => wait::for_change(told, before, Duration::from_nanos(left.min(look))),
             }
         }
     }
 
-    /// The calling thread's turn has come, which has that number, unless it is over already.
-    fn begins(&self, number: u64) {
-        if self.turn.load(SeqCst) == number {
-            self.limits(number, queue());
-            self.stamp.store(stats::clock(), SeqCst);
-            self.thread.store(number << 32 | u64::from(id()), SeqCst);
-        }
-    }
-
-    /// If the calling thread takes that much more processor time in the turn of that number, its fork is taken to be lost.
-    fn limits(&self, number: u64, time: u64) {
-        if self.turn.load(SeqCst) == number {
-            let taken = processor_time(id()).unwrap_or(0);
-            self.limit.store(taken + time, SeqCst);
-        }
+    /// Whether the turn of that number is not over.
+    fn is_on(&self, number: u64, now: u64) -> bool {
+        self.turn.load(SeqCst) == number && (now < self.until.load(SeqCst) || self.goes_on(now))
     }
 
     /// Whether the thread whose turn it is goes on with its fork: it is not the calling one, and neither sleeps in a handler nor
-    /// takes so much processor time that one of them must be waiting in a loop.
-    fn is_at_work(&self, now: u64) -> bool {
-        let [turn, thread, stamp, limit, seen] =
-            [&self.turn, &self.thread, &self.stamp, &self.limit, &self.seen].map(|word| word.load(SeqCst));
+    /// takes so much processor time that it must be waiting in a loop there.
+    fn goes_on(&self, now: u64) -> bool {
+        let [turn, thread, began, limit, seen] =
+            [&self.turn, &self.thread, &self.began, &self.limit, &self.seen].map(|word| word.load(SeqCst));
         let forker = thread as u32;
         if turn << 32 != thread & !u64::from(u32::MAX)
-            || now.saturating_sub(stamp) >= PATIENCE * most()
+            || now.saturating_sub(began) >= PATIENCE
             || forker == id()
         {
             return false;
@@ -322,24 +307,32 @@ impl Line {
         if now.saturating_sub(seen) < most() / 8 {
             return true;
         }
-        let works = processor_time(forker).is_some_and(|taken| taken < limit) && is_at_work(forker);
-        if works {
+        let goes_on = processor_time(forker).is_some_and(|taken| taken < limit) && is_at_work(forker);
+        if goes_on {
             self.seen.store(now, SeqCst);
         }
-        works
+        goes_on
     }
 
     /// From now on the turn of that number lasts for this time at most, in nanoseconds, if it is not over.
-    fn lasts(&self, number: u64, time: u64) {
+    fn limit_turn(&self, number: u64, time: u64) {
         if self.turn.load(SeqCst) == number {
             self.until.store(stats::clock() + time, SeqCst);
         }
     }
 
+    /// From now on the calling thread takes that much processor time at most in the turn of that number, or its fork is lost.
+    fn limit_processor_time(&self, number: u64, time: u64) {
+        if self.turn.load(SeqCst) == number {
+            let taken = processor_time(id()).unwrap_or(0);
+            self.limit.store(taken + time, SeqCst);
+        }
+    }
+
     /// Ends the turn of that number, if it is not over.
-    fn passes(&self, number: u64) {
+    fn pass_turn(&self, number: u64) {
         // The time of the next turn, whose thread may not come: set first, for those that see that turn.
-        self.lasts(number, queue());
+        self.limit_turn(number, queue());
         if self.turn.compare_exchange(number, number + 1, SeqCst, SeqCst).is_ok() {
             let told = self.told(number + 1);
             told.fetch_add(1, SeqCst);
@@ -358,16 +351,12 @@ impl Line {
 struct Marks {
     /// The places of the connections that it concerns, one bit each.
     places: [u64; PLACES / 64],
-    /// When it began, as these places have it.
-    stamp: u64,
-    /// Its number in the line.
-    number: u64,
-    /// How much processor time the thread had taken when it had checked the locks.
-    checked: u64,
+    /// The thread's number in the line.
+    turn: u64,
 }
 
 impl Marks {
-    const NONE: Marks = Marks { places: [0; PLACES / 64], stamp: 0, number: 0, checked: 0 };
+    const NONE: Marks = Marks { places: [0; PLACES / 64], turn: 0 };
 
     fn add(&mut self, place: usize) {
         self.places[place / 64] |= 1 << (place % 64);
@@ -379,60 +368,47 @@ impl Marks {
             .filter(move |place| places[place / 64] & 1 << (place % 64) != 0)
             .map(|place| &FORKS[place])
     }
-
-    /// The fork counts as begun just now, except where another thread has marked a place because this one took too long.
-    fn renew(&mut self) {
-        let before = std::mem::replace(&mut self.stamp, stats::clock());
-        let _ = LINE.stamp.compare_exchange(before, self.stamp, SeqCst, SeqCst);
-        self.all().for_each(|forks| _ = forks.moves(before, self.stamp));
-        ENTERED.set(self.stamp);
-    }
 }
 
 /// The calling thread is about to fork. Waits for its turn, marks the `connections` that the fork concerns, lets threads that
 /// already wait for their locks have them, and has `see` check whether the locks are free.
 pub fn begins(connections: impl FnOnce(&mut dyn FnMut(usize)), see: impl FnOnce()) {
-    let mut marks = Marks { number: LINE.waits(), stamp: stats::clock(), ..Marks::NONE };
-    ENTERED.set(marks.stamp);
+    let mut marks = Marks { turn: LINE.take_turn(), ..Marks::NONE };
     connections(&mut |connection| marks.add(place(connection)));
     let gap = marks.all().map(|forks| forks.gap(stats::clock())).max();
     if let Some(gap) = gap.filter(|gap| *gap != 0) {
         thread::sleep(Duration::from_nanos(gap));
     }
-    marks.stamp = stats::clock();
-    LINE.stamp.store(marks.stamp, SeqCst);
-    marks.all().for_each(|forks| forks.begins(marks.stamp));
-    let until = marks.stamp + most();
-    while marks.stamp < until && marks.all().any(|forks| forks.waiting.load(SeqCst) != 0) {
+    marks.all().for_each(|forks| forks.begins(marks.turn));
+    let until = stats::clock() + most();
+    while marks.all().any(|forks| forks.waiting.load(SeqCst) != 0) && stats::clock() < until {
         thread::sleep(LOOK);
-        marks.renew();
     }
     see();
-    marks.renew();
-    marks.checked = processor_time(id()).unwrap_or(0);
+    ENTERED.set(stats::clock());
     MARKS.set(marks);
-    LINE.limits(marks.number, most());
-    LINE.lasts(marks.number, most());
+    LINE.limit_processor_time(marks.turn, most());
+    LINE.limit_turn(marks.turn, most());
 }
 
-/// The fork is over.
+/// The fork is over, or the thread has left it. Does nothing if none has begun.
 pub fn ends() {
-    let marks = MARKS.get();
-    if marks.number != 0 {
-        // A child's clock begins anew.
-        if let Some(took) = processor_time(id()).and_then(|now| now.checked_sub(marks.checked)) {
-            TOOK.store(took, SeqCst);
-        }
-        give_up();
+    let marks = MARKS.replace(Marks::NONE);
+    if marks.turn != 0 {
+        marks.all().for_each(|forks| forks.ends(marks.turn));
+        LINE.pass_turn(marks.turn);
     }
 }
 
-/// Ends what [`begins`] has begun, if anything.
-fn give_up() {
-    let marks = MARKS.replace(Marks::NONE);
-    if marks.number != 0 {
-        marks.all().for_each(|forks| forks.ends(marks.stamp));
-        LINE.passes(marks.number);
+/// The calling thread is about to call fork(2), as far as the library's own handlers are concerned.
+pub fn measure() {
+    BEFORE.set(processor_time(id()).unwrap_or(u64::MAX));
+}
+
+/// It has called it, and this is the parent.
+pub fn measured() {
+    if let Some(took) = processor_time(id()).and_then(|now| now.checked_sub(BEFORE.get())) {
+        TOOK.store(took, SeqCst);
     }
 }
 
@@ -459,7 +435,7 @@ pub fn enter() -> bool {
 pub fn quit() {
     if DEPTH.get() != 0 {
         DEPTH.set(0);
-        give_up();
+        ends();
     }
 }
 
@@ -472,7 +448,7 @@ pub fn leave() -> bool {
 /// Called in a child, where only the calling thread is left.
 pub fn forked() {
     for forks in &FORKS {
-        forks.began.store(0, SeqCst);
+        forks.turn.store(0, SeqCst);
         forks.sleeping.store(0, SeqCst);
         forks.waiting.store(0, SeqCst);
     }
@@ -483,33 +459,40 @@ pub fn forked() {
 mod tests {
     use super::*;
 
-    fn begins_at_once(forks: &Forks) -> u64 {
-        let now = stats::clock();
-        forks.begins(now);
-        now
+    /// The calling thread begins a fork for which nobody checks anything.
+    fn begins_at_once(forks: &Forks, line: &Line) -> u64 {
+        let turn = line.take_turn();
+        forks.begins(turn);
+        line.limit_turn(turn, LEAST);
+        turn
+    }
+
+    fn ends_it(forks: &Forks, line: &Line, turn: u64) {
+        forks.ends(turn);
+        line.pass_turn(turn);
     }
 
     #[test]
     fn who_waits_for_a_lock_has_given_it_back_when_another_thread_forks() {
         let in_time = (0..100).any(|_| {
-            let (lock, forks) = (Mutex::new(()), Forks::new());
-            let (lock, forks) = (&lock, &forks);
+            let (lock, forks, line) = (Mutex::new(()), Forks::new(), Line::new());
+            let (lock, forks, line) = (&lock, &forks, &line);
             let first = lock.lock().unwrap();
             thread::scope(move |scope| {
-                let waits = scope.spawn(|| drop(forks.lock(lock)));
+                let waits = scope.spawn(|| drop(forks.lock(line, lock)));
                 while forks.waiting.load(SeqCst) == 0 {
                     thread::yield_now();
                 }
                 let forker = scope.spawn(move || {
-                    let began = begins_at_once(forks);
-                    while forks.waiting.load(SeqCst) != 0 && forks.is_under_way(stats::clock()) {
+                    let turn = begins_at_once(forks, line);
+                    while forks.waiting.load(SeqCst) != 0 && forks.is_under_way(line, stats::clock()) {
                         thread::sleep(LOOK);
                     }
                     let taken = lock.try_lock().is_err();
                     // The waiter comes back for it, but not yet.
                     let left_alone = !taken && !waits.is_finished();
-                    let in_time = forks.is_under_way(stats::clock());
-                    forks.ends(began);
+                    let in_time = forks.is_under_way(line, stats::clock());
+                    ends_it(forks, line, turn);
                     assert!(left_alone || !in_time);
                     in_time
                 });
@@ -525,14 +508,16 @@ mod tests {
 
     #[test]
     fn nobody_waits_long_for_a_thread_that_does_not_come_back_from_its_fork() {
-        let (lock, forks) = (Mutex::new(()), Forks::new());
-        let lost = begins_at_once(&forks);
-        drop(forks.lock(&lock));
-        assert!(stats::clock() >= lost + LEAST);
-        let next = begins_at_once(&forks);
-        forks.ends(lost);
-        assert!(forks.may_be_under_way());
-        forks.ends(next);
+        let (lock, forks, line, before) = (Mutex::new(()), Forks::new(), Line::new(), stats::clock());
+        let lost = begins_at_once(&forks, &line);
+        drop(forks.lock(&line, &lock));
+        assert!(stats::clock() >= before + LEAST);
+        let next = begins_at_once(&forks, &line);
+        ends_it(&forks, &line, lost);
+        // Late, of a turn that was passed over.
+        forks.begins(lost);
+        assert!(forks.is_under_way(&line, before) && forks.turn.load(SeqCst) == next);
+        ends_it(&forks, &line, next);
         assert!(!forks.may_be_under_way());
     }
 
@@ -540,20 +525,20 @@ mod tests {
     fn threads_fork_one_after_the_other_in_the_order_in_which_they_came() {
         let line = Line::new();
         let done = Mutex::new(Vec::new());
-        let first = line.waits();
+        let first = line.take_turn();
         thread::scope(|scope| {
             for number in first + 1..first + 8 {
                 scope.spawn(|| {
-                    let number = line.waits();
+                    let number = line.take_turn();
                     done.lock().unwrap().push(number);
-                    line.passes(number);
+                    line.pass_turn(number);
                 });
                 while line.next.load(SeqCst) <= number {
                     thread::yield_now();
                 }
             }
             done.lock().unwrap().push(first);
-            line.passes(first);
+            line.pass_turn(first);
         });
         let done = done.into_inner().unwrap();
         assert!(done.is_sorted() && done.len() == 8, "{done:?}");
@@ -562,19 +547,19 @@ mod tests {
     #[test]
     fn a_turn_that_does_not_end_is_passed_over_after_a_while_and_ends_nobody_elses() {
         let line = Line::new();
-        let (lost, begin) = (line.waits(), stats::clock());
-        let next = line.waits();
+        let (lost, begin) = (line.take_turn(), stats::clock());
+        let next = line.take_turn();
         assert!(stats::clock() >= begin + 4 * LEAST && next == lost + 1);
         assert!(line.until.load(SeqCst) >= begin + 8 * LEAST);
         let until = line.until.load(SeqCst);
-        line.passes(lost);
-        line.lasts(lost, 100 * LEAST);
+        line.pass_turn(lost);
+        line.limit_turn(lost, 100 * LEAST);
         assert_eq!((line.turn.load(SeqCst), line.until.load(SeqCst)), (next, until));
         // In a child nobody else is in it.
         line.next.fetch_add(5, SeqCst);
         line.clear();
-        line.passes(next);
-        let last = line.waits();
+        line.pass_turn(next);
+        let last = line.take_turn();
         assert_eq!((last, line.turn.load(SeqCst)), (next + 6, next + 6));
     }
 
@@ -584,29 +569,29 @@ mod tests {
         let [may_sleep, is_over] = [const { AtomicU32::new(0) }; 2];
         thread::scope(|scope| {
             scope.spawn(|| {
-                let number = line.waits();
+                let number = line.take_turn();
                 while may_sleep.load(SeqCst) == 0 {
                     std::hint::spin_loop();
                 }
                 while is_over.load(SeqCst) == 0 {
                     wait::for_change(&is_over, 0, Duration::from_secs(60));
                 }
-                line.passes(number);
+                line.pass_turn(number);
             });
             while line.thread.load(SeqCst) == 0 {
                 thread::yield_now();
             }
-            let late = line.stamp.load(SeqCst) + 2 * most();
+            let late = line.began.load(SeqCst) + 2 * most();
             line.limit.store(u64::MAX, SeqCst);
-            assert!(line.is_at_work(late));
-            assert!(!line.is_at_work(late + PATIENCE * most()));
+            assert!(line.goes_on(late));
+            assert!(!line.goes_on(late + PATIENCE));
             // Too much processor time, seen after what was seen before has been forgotten.
             line.limit.store(0, SeqCst);
-            assert!(line.is_at_work(late) && !line.is_at_work(late + most()));
+            assert!(line.goes_on(late) && !line.goes_on(late + most()));
             line.limit.store(u64::MAX, SeqCst);
-            assert!(line.is_at_work(late + most()));
+            assert!(line.goes_on(late + most()));
             may_sleep.store(1, SeqCst);
-            while line.is_at_work(late + 2 * most()) {
+            while line.goes_on(late + 2 * most()) {
                 line.seen.store(0, SeqCst);
                 thread::yield_now();
             }
@@ -614,20 +599,39 @@ mod tests {
             wait::tell_change(&is_over);
         });
         // It is the turn of a thread that has not come yet.
-        assert!(!line.is_at_work(stats::clock()));
+        assert!(!line.goes_on(stats::clock()));
+    }
+
+    #[test]
+    fn a_thread_that_comes_too_late_for_its_turn_waits_for_another_one() {
+        let line = Line::new();
+        let first = line.take_turn();
+        thread::scope(|scope| {
+            let late = scope.spawn(|| line.take_turn());
+            while line.next.load(SeqCst) != first + 2 {
+                thread::yield_now();
+            }
+            // Both turns are over before it runs, and a third one has begun.
+            let before = stats::clock();
+            line.next.fetch_add(1, SeqCst);
+            line.turn.store(first + 2, SeqCst);
+            line.limit_turn(first + 2, LEAST);
+            assert_eq!(late.join().unwrap(), first + 3);
+            assert!(stats::clock() >= before + LEAST);
+        });
     }
 
     #[test]
     fn who_has_waited_goes_on_before_the_next_fork() {
-        let forks = Forks::new();
-        let began = begins_at_once(&forks);
+        let (forks, line) = (Forks::new(), Line::new());
+        let turn = begins_at_once(&forks, &line);
         thread::scope(|scope| {
             scope.spawn(|| forks.sleep());
-            while forks.sleeping.load(SeqCst) == 0 && forks.is_under_way(stats::clock()) {
+            while forks.sleeping.load(SeqCst) == 0 && forks.is_under_way(&line, stats::clock()) {
                 thread::yield_now();
             }
             let slept = forks.sleeping.load(SeqCst) != 0;
-            forks.ends(began);
+            ends_it(&forks, &line, turn);
             let ended = forks.ended.load(SeqCst);
             assert!(ended != 0 || !slept || forks.sleeping.load(SeqCst) == 0);
             assert_eq!(forks.gap(ended), if ended == 0 { 0 } else { GAP });
@@ -635,8 +639,8 @@ mod tests {
         });
         // Nobody has waited for that one.
         let ended = forks.ended.load(SeqCst);
-        let began = begins_at_once(&forks);
-        forks.ends(began);
+        let turn = begins_at_once(&forks, &line);
+        ends_it(&forks, &line, turn);
         assert_eq!(forks.ended.load(SeqCst), ended);
     }
 
@@ -644,7 +648,7 @@ mod tests {
     fn connections_are_left_alone_from_the_turn_of_the_fork_on_which_concerns_them_then() {
         let connections = [0x10_0000, 0x20_0000];
         let [one, other] = connections.map(Forks::of);
-        let before = LINE.waits();
+        let before = LINE.take_turn();
         let is_over = AtomicU32::new(0);
         thread::scope(|scope| {
             let forker = scope.spawn(|| {
@@ -660,7 +664,7 @@ mod tests {
                 thread::yield_now();
             }
             is_over.store(1, SeqCst);
-            LINE.passes(before);
+            LINE.pass_turn(before);
             forker.join().unwrap();
         });
         assert!(!one.may_be_under_way() && !other.may_be_under_way());
@@ -668,24 +672,25 @@ mod tests {
 
     #[test]
     fn a_thread_that_forks_waits_for_no_other_and_knows_the_first_from_those_inside() {
-        let forks = Forks::new();
-        begins_at_once(&forks);
-        assert!(forks.concerns_us());
+        let (forks, line) = (Forks::new(), Line::new());
+        let turn = begins_at_once(&forks, &line);
+        line.limit_turn(turn, u64::from(u32::MAX));
+        assert!(forks.concerns_us(&line));
         assert!(enter());
-        assert!(!forks.concerns_us());
+        assert!(!forks.concerns_us(&line));
         assert!(!enter());
         assert!(!leave());
         assert!(leave());
-        assert!(forks.concerns_us() || !forks.is_under_way(stats::clock()));
+        assert!(forks.concerns_us(&line));
     }
 
     #[test]
     fn a_fork_that_a_thread_has_left_without_its_end_holds_up_nobody() {
         assert!(enter());
         begins(|mark| mark(0x50_0000), || ());
-        let number = MARKS.get().number;
+        let turn = MARKS.get().turn;
         quit();
-        assert!(LINE.turn.load(SeqCst) > number && !is_inside(stats::clock()));
+        assert!(LINE.turn.load(SeqCst) > turn && !is_inside(stats::clock()));
         assert!(enter());
         assert!(leave());
     }

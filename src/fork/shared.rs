@@ -305,8 +305,7 @@ mod tests {
     #[test]
     fn what_is_taken_while_a_child_is_forked_is_its_parents_in_the_child() {
         let child = fork(|| {
-            // SAFETY: it only counts.
-            unsafe { super::super::count_fork() };
+            super::super::count_fork();
             let both = SharedWords::new().unwrap();
             let first = place(&both);
             // SAFETY: there is one thread. From here on this is the child.

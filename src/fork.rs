@@ -87,7 +87,20 @@ static PID: AtomicU32 = AtomicU32::new(0);
 /// once, each fork is counted twice, which does no harm.
 static WATCHED: AtomicBool = AtomicBool::new(false);
 
-/// Runs several times per call, so it only checks the flag.
+/// Registered as early as can be: of all prepare handlers, the one that was registered first runs last. What it measures then is
+/// the fork itself, not the program's handlers.
+// SAFETY: a function that takes nothing; it uses libc alone, whose constructors have run.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static AT_LOAD: extern "C" fn() = {
+    extern "C" fn at_load() {
+        watch_forks();
+    }
+    at_load
+};
+
+/// Runs several times per call, so it only checks the flag. It is set already, unless the constructor of another library makes
+/// calls before ours has run.
 #[inline]
 fn watch_forks() {
     if !WATCHED.load(Relaxed) {
@@ -131,7 +144,7 @@ pub unsafe fn run_at_fork(prepare: Handler, parent: Handler, child: Handler) {
     unsafe { __register_atfork(Some(prepare), Some(parent), Some(child), null_mut()) };
 }
 
-/// Of all handlers that the library registers, this one runs last before the fork.
+/// Runs last before the fork, if no other library has registered a handler before this one.
 unsafe extern "C" fn before_fork() {
     guard(|| {
         count_fork();

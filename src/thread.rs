@@ -38,7 +38,8 @@ pub fn processor_time(id: u32) -> Option<u64> {
 }
 
 /// Whether a thread of this process runs, or waits for a processor or for the kernel itself (its page tables, a disk): not for
-/// another thread, nor for time to pass. False also if the system does not say. Uses no heap.
+/// another thread, nor for time to pass. False also if the system does not say. Uses no heap. A child that another thread forks meanwhile may inherit
+/// an open file.
 pub fn is_at_work(id: u32) -> bool {
     let mut path = [0; 64];
     let mut rest = &mut path[..];

@@ -385,7 +385,13 @@ impl Responder {
         let deferred = self.deferred.remove(&id);
         let is_deferred = deferred.is_some();
         let Some(chunks) = deferred.or_else(|| self.handed.take(id)) else {
-            return Err(Error::new(Kind::Invalid, "the request was answered before"));
+            return Err(Error::new(
+                Kind::Invalid,
+                match self.fate(id) {
+                    Fate::PassedOver => "too many requests that came later wait for replies, too",
+                    Fate::Waits | Fate::Answered => "the request was answered before",
+                },
+            ));
         };
         // RFC 8166 §4.2.1: "This XID MUST be the same as the XID in the RPC message."
         if first_xid(message.body()) != Some(chunks.xid) {

@@ -10,8 +10,8 @@
 //!   for a lock longer than [`queue`]. Where the system says that the forking thread is still at work ([`Line::goes_on`]), they
 //!   wait up to [`PATIENCE`]: on a busy machine it may have waited for a processor meanwhile.
 //! - A thread that has waited runs before the next one forks.
-//! - If a thread never returns from fork(2), its fork no longer counts as under way after [`most`], and its turn is over. That
-//!   time does not grow with the time that a handler takes.
+//! - If a thread never returns from fork(2), its fork no longer counts as under way after that time, and its turn is over. The
+//!   time does not grow with what handlers take that were registered after the library was loaded.
 //! - No heap: a signal handler that has interrupted malloc(3) may fork.
 #![forbid(unsafe_code)]
 
@@ -37,7 +37,8 @@ const LOOK: Duration = Duration::from_micros(50);
 /// How long they wait at most for a thread that is at work, in nanoseconds.
 const PATIENCE: u64 = 1_000_000_000;
 
-/// How long the latest fork(2) has taken, in processor time: the kernel copies page tables.
+/// How long the latest fork(2) has taken, in processor time: the kernel copies page tables. Half of what the one before has taken
+/// at least, since one that fails takes none.
 static TOOK: AtomicU64 = AtomicU64::new(0);
 
 /// How long a thread waits for another thread's fork, in nanoseconds. In a process of many gigabytes each fork takes long.
@@ -217,6 +218,9 @@ pub fn is_still_under_way(connection: usize, others: impl Fn() -> bool) -> bool 
 }
 
 /// The turns of the threads that fork, in the order of their arrival.
+///
+/// The other words may be of a turn before for a while, if a thread loses its processor just before it writes one. Then a turn is
+/// taken to be over too early, or others wait for [`PATIENCE`].
 struct Line {
     /// The number that the next thread to arrive gets.
     next: AtomicU64,
@@ -224,13 +228,13 @@ struct Line {
     turn: AtomicU64,
     /// When that turn is over for the others, if its thread has not ended it by then and is not at work.
     until: AtomicU64,
-    /// The thread that has begun its turn last: the number of the turn, in the upper half, and its [`id`].
+    /// The latest turn that has begun, and the [`id`] of its thread in the lower [`Line::ID`] bits.
     thread: AtomicU64,
-    /// When it began its turn.
+    /// When its turn began.
     began: AtomicU64,
     /// How much processor time that thread will have taken when its fork is taken to be lost.
     limit: AtomicU64,
-    /// When it was last seen at work.
+    /// When that thread was last seen at work.
     seen: AtomicU64,
     /// What the other threads sleep on. The word of number n is at n modulo the length, and changes when its turn comes.
     told: [AtomicU32; Line::WORDS],
@@ -240,6 +244,9 @@ static LINE: Line = Line::new();
 
 impl Line {
     const WORDS: usize = 64;
+
+    /// No thread has a larger number: the kernel's PID_MAX_LIMIT.
+    const ID: u32 = 22;
 
     const fn new() -> Line {
         // No thread gets 0, which `Marks::NONE` has.
@@ -266,8 +273,12 @@ impl Line {
                 self.limit_turn(number, queue());
                 self.limit_processor_time(number, queue());
                 self.began.store(now, SeqCst);
-                self.thread.store(number << 32 | u64::from(id()), SeqCst);
-                return number;
+                self.seen.store(0, SeqCst);
+                self.thread.fetch_max(number << Line::ID | u64::from(id()), SeqCst);
+                if self.turn.load(SeqCst) == number {
+                    return number;
+                }
+                continue;
             }
             if turn > number {
                 // It had no processor for so long that the others have passed it over.
@@ -296,11 +307,8 @@ impl Line {
     fn goes_on(&self, now: u64) -> bool {
         let [turn, thread, began, limit, seen] =
             [&self.turn, &self.thread, &self.began, &self.limit, &self.seen].map(|word| word.load(SeqCst));
-        let forker = thread as u32;
-        if turn << 32 != thread & !u64::from(u32::MAX)
-            || now.saturating_sub(began) >= PATIENCE
-            || forker == id()
-        {
+        let forker = (thread & ((1 << Line::ID) - 1)) as u32;
+        if turn != thread >> Line::ID || now.saturating_sub(began) >= PATIENCE || forker == id() {
             return false;
         }
         // Whoever looks does so for all.
@@ -408,7 +416,7 @@ pub fn measure() {
 /// It has called it, and this is the parent.
 pub fn measured() {
     if let Some(took) = processor_time(id()).and_then(|now| now.checked_sub(BEFORE.get())) {
-        TOOK.store(took, SeqCst);
+        TOOK.store(took.max(TOOK.load(SeqCst) / 2), SeqCst);
     }
 }
 

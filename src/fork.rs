@@ -94,7 +94,10 @@ static WATCHED: AtomicBool = AtomicBool::new(false);
 #[unsafe(link_section = ".init_array")]
 static AT_LOAD: extern "C" fn() = {
     extern "C" fn at_load() {
-        watch_forks();
+        guard(|| {
+            watch_forks();
+            Ok(())
+        });
     }
     at_load
 };

@@ -87,23 +87,7 @@ static PID: AtomicU32 = AtomicU32::new(0);
 /// once, each fork is counted twice, which does no harm.
 static WATCHED: AtomicBool = AtomicBool::new(false);
 
-/// Registered as early as can be: of all prepare handlers, the one that was registered first runs last. What it measures then is
-/// the fork itself, not the program's handlers.
-// SAFETY: a function that takes nothing; it uses libc alone, whose constructors have run.
-#[used]
-#[unsafe(link_section = ".init_array")]
-static AT_LOAD: extern "C" fn() = {
-    extern "C" fn at_load() {
-        guard(|| {
-            watch_forks();
-            Ok(())
-        });
-    }
-    at_load
-};
-
-/// Runs several times per call, so it only checks the flag. It is set already, unless the constructor of another library makes
-/// calls before ours has run.
+/// Runs several times per call, so it only checks the flag.
 #[inline]
 fn watch_forks() {
     if !WATCHED.load(Relaxed) {
@@ -147,7 +131,8 @@ pub unsafe fn run_at_fork(prepare: Handler, parent: Handler, child: Handler) {
     unsafe { __register_atfork(Some(prepare), Some(parent), Some(child), null_mut()) };
 }
 
-/// Runs last before the fork, if no other library has registered a handler before this one.
+/// Runs last before the fork, but for handlers that were registered before the library's first use. A constructor could register
+/// it sooner; but in a program that makes no RPC the library does nothing at all.
 unsafe extern "C" fn before_fork() {
     guard(|| {
         count_fork();

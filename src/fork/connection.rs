@@ -11,7 +11,7 @@
 //!   wait up to [`PATIENCE`]: on a busy machine it may have waited for a processor meanwhile.
 //! - A thread that has waited runs before the next one forks.
 //! - If a thread never returns from fork(2), its fork no longer counts as under way after that time, and its turn is over. The
-//!   time does not grow with what handlers take that were registered after the library was loaded.
+//!   time does not grow with what handlers take that were registered after the library's first use.
 //! - No heap: a signal handler that has interrupted malloc(3) may fork.
 #![forbid(unsafe_code)]
 

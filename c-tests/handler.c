@@ -7,8 +7,8 @@
 #include <netinet/in.h>
 #include <pthread.h>
 #include <rpc/rpc.h>
+#include <semaphore.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -45,7 +45,7 @@ static void forks_once(int number)
         abort();
 }
 
-static atomic_int children;
+static sem_t has_forked;
 
 static void *keeps_forking(void *unused)
 {
@@ -56,7 +56,7 @@ static void *keeps_forking(void *unused)
             _exit(0);
         if (child < 0 || waitpid(child, NULL, 0) != child)
             abort();
-        children++;
+        sem_post(&has_forked);
     }
     return NULL;
 }
@@ -76,10 +76,11 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     }
     if (request->rq_proc == EXIT) {
         pthread_t thread;
+        REQUIRE(sem_init(&has_forked, 0, 0) == 0);
         for (int i = 0; i < THREADS; i++)
             REQUIRE(pthread_create(&thread, NULL, keeps_forking, NULL) == 0);
-        while (children < 4 * THREADS)
-            usleep(100);
+        for (int i = 0; i < 4 * THREADS; i++)
+            REQUIRE(sem_wait(&has_forked) == 0);
         REQUIRE(svc_sendreply(xprt, xdr_nothing, NULL));
         exit(0);
     }

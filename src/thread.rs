@@ -28,18 +28,21 @@ pub fn id() -> u32 {
 
 /// How much processor time a thread of this process has taken, in nanoseconds. `None` if there is no such thread.
 pub fn processor_time(id: u32) -> Option<u64> {
-    /// CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED of the kernel, as clock_getcpuclockid(3) and pthread_getcpuclockid(3) use them.
+    /// CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED of the kernel, which pthread_getcpuclockid(3) puts together in the same way.
     const OF_A_THREAD: i32 = 4 | 2;
+    read_clock(!(id as i32) << 3 | OF_A_THREAD).map(|time| time.as_nanos() as u64)
+}
+
+fn read_clock(clock: libc::clockid_t) -> Option<Duration> {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    let clock = !(id as i32) << 3 | OF_A_THREAD;
     // SAFETY: `time` is writable.
     let known = unsafe { libc::clock_gettime(clock, &mut time) } == 0;
-    known.then_some(time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64)
+    known.then(|| Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
 }
 
 /// Whether a thread of this process runs, or waits for a processor or for the kernel itself (its page tables, a disk): not for
-/// another thread, nor for time to pass. False also if the system does not say. Uses no heap. A child that another thread forks meanwhile may inherit
-/// an open file.
+/// another thread, nor for time to pass. False also if the system does not say. Uses no heap. A child that another thread forks
+/// meanwhile may inherit an open file.
 pub fn is_at_work(id: u32) -> bool {
     let mut path = [0; 64];
     let mut rest = &mut path[..];
@@ -128,20 +131,15 @@ pub struct Usage {
 impl Usage {
     /// What the calling thread has used. `None` if the system does not say.
     pub fn now() -> Option<Usage> {
-        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         let mut usage = MaybeUninit::<libc::rusage>::uninit();
         // The times of getrusage(2) are those of the last tick.
-        // SAFETY: `time` is writable.
-        if unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) } != 0 {
-            return None;
-        }
+        let processor = read_clock(libc::CLOCK_THREAD_CPUTIME_ID)?;
         // SAFETY: `usage` is writable.
         if unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) } != 0 {
             return None;
         }
         // SAFETY: the call has succeeded, which writes all of it.
         let usage = unsafe { usage.assume_init() };
-        let processor = Duration::new(time.tv_sec as u64, time.tv_nsec as u32);
         Some(Usage { processor, sleeps: usage.ru_nvcsw as u64 })
     }
 

@@ -388,7 +388,7 @@ impl Responder {
             return Err(Error::new(
                 Kind::Invalid,
                 match self.fate(id) {
-                    Fate::PassedOver => "too many requests that came later wait for replies, too",
+                    Fate::PassedOver => "too many later requests are waiting for their replies",
                     Fate::Waits | Fate::Answered => "the request was answered before",
                 },
             ));

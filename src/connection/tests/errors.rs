@@ -544,6 +544,11 @@ fn of_deferred_requests_it_is_known_which_wait_for_their_answer() {
     assert_eq!(pair.server.engine.deferred().collect::<Vec<_>>(), [ids[2]]);
     pair.server.engine.answered_elsewhere(ids[2]);
     assert_eq!(fates(&pair), [PassedOver, PassedOver, Answered, Answered]);
+    for (at, why) in [(0, "too many later requests"), (3, "was answered before")] {
+        let reply = pair.buf(&reply_message(at as u32 + 1, 28));
+        let error = pair.server.engine.reply(ids[at], reply).unwrap_err();
+        assert!(error.text().contains(why), "{error}");
+    }
     assert_eq!(pair.server.device.receives, receives);
 }
 

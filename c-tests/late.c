@@ -40,7 +40,7 @@ enum { PROG = 0x20004C53, UNSEEN, OTHERWISE };
 /* Procedures. The three after the first say how a request for the first is answered: in their own routine, by a thread that
  * this routine waits for, or by a thread that begins when the loop sleeps. */
 enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK, REPLACE, BUSY, CHILD, BY_CHILD,
-       HOLD, LET_GO, STAY };
+       HOLD, LET_GO, STAY, BY_SLOW_CHILD };
 enum { SHORT = 100000, LONG = 200 << 20 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
@@ -244,6 +244,30 @@ static void stay(SVCXPRT *xprt)
         ;
 }
 
+/* The thread that is to fork takes 10 ms of processor time over it, and counts what routines answer meanwhile. */
+static atomic_uint answered, answered_meanwhile;
+static __thread int counts_answers;
+
+static void counts_once(void)
+{
+    struct timespec taken;
+    if (counts_answers == 0)
+        return;
+    counts_answers = 0;
+    u_int before = answered;
+    do
+        REQUIRE(clock_gettime(CLOCK_THREAD_CPUTIME_ID, &taken) == 0);
+    while (taken.tv_sec == 0 && taken.tv_nsec < 10000000);
+    answered_meanwhile = answered - before;
+}
+
+static void leave_to_slow_child(SVCXPRT *xprt)
+{
+    counts_answers = 1;
+    leave_to_child(xprt);
+    REQUIRE(sem_post(&may_return) == 0);
+}
+
 static void answer_at_once(SVCXPRT *xprt)
 {
     REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&(u_int){BUSY}));
@@ -256,7 +280,8 @@ static struct queue {
     SVCXPRT *left[QUEUE];
     atomic_uint came, taken;
     sem_t has_some;
-} at_once = {.answer = answer_at_once}, by_child = {.answer = leave_to_child};
+} at_once = {.answer = answer_at_once}, by_child = {.answer = leave_to_child},
+  by_slow_child = {.answer = leave_to_slow_child};
 
 static void leave_to_thread(struct queue *queue, SVCXPRT *xprt)
 {
@@ -349,6 +374,11 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     case BY_CHILD:
         leave_to_thread(&by_child, xprt);
         return;
+    case BY_SLOW_CHILD:
+        leave_to_thread(&by_slow_child, xprt);
+        while (sem_wait(&may_return) != 0)
+            ;
+        return;
     case IN_ROUTINE:
         answers(NULL);
         break;
@@ -365,6 +395,7 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         break;
     }
     REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_nothing, NULL));
+    answered++;
 }
 
 static u_int service_threads;
@@ -586,6 +617,30 @@ static void crowd(void)
     printf("ok    children answer that many threads have forked at once\n");
 }
 
+/* The first fork of the process, by a thread that a routine waits for: no request has been put off. */
+static void *asks_nothing(void *unused)
+{
+    while (!is_over)
+        REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS);
+    return unused;
+}
+static void slow(void)
+{
+    pthread_t threads[ASKING], worker;
+    REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS);
+    for (int i = 0; i < ASKING; i++)
+        REQUIRE(pthread_create(&threads[i], NULL, asks_nothing, NULL) == 0);
+    REQUIRE(pthread_create(&worker, NULL, answers_on, &by_slow_child) == 0);
+    REQUIRE(ask_number(first, PROG, BY_SLOW_CHILD) == CHILD);
+    is_over = 1;
+    for (int i = 0; i < ASKING; i++)
+        REQUIRE(pthread_join(threads[i], NULL) == 0);
+    /* Others may have sent a reply before, and count it now. */
+    if (answered_meanwhile > ASKING)
+        errx(1, "%u requests were answered during a fork", answered_meanwhile);
+    printf("ok    a thread that a routine waits for forks, and others leave the connection alone\n");
+}
+
 /* What was put off is a call that nobody waits for. */
 static void unseen(SVCXPRT *listener)
 {
@@ -701,6 +756,7 @@ int main(int argc, char **argv)
     sem_init(&is_locked, 0, 0);
     sem_init(&at_once.has_some, 0, 0);
     sem_init(&by_child.has_some, 0, 0);
+    sem_init(&by_slow_child.has_some, 0, 0);
     sem_init(&may_answer, 0, 0);
     sem_init(&may_return, 0, 0);
     void (*with_threads)(void) = NULL;
@@ -708,7 +764,10 @@ int main(int argc, char **argv)
         with_threads = staying, service_threads = STAYING;
     else if (argc > 1 && strcmp(argv[1], "crowd") == 0)
         with_threads = crowd, service_threads = CROWD;
-    REQUIRE(pthread_atfork(takes_lock, gives_lock, gives_lock) == 0 && pthread_atfork(NULL, forks_once, NULL) == 0);
+    else if (argc > 1 && strcmp(argv[1], "slow") == 0)
+        with_threads = slow, service_threads = STAYING;
+    REQUIRE(pthread_atfork(takes_lock, gives_lock, gives_lock) == 0 && pthread_atfork(NULL, forks_once, NULL) == 0 &&
+            pthread_atfork(counts_once, NULL, NULL) == 0);
     REQUIRE(pthread_create(&loop, NULL, run, NULL) == 0);
     first = connected(), second = connected();
     if (argc > 1 && strcmp(argv[1], "pulled") == 0) {

@@ -20,6 +20,7 @@ for provider in local iwarp; do
     report "$provider" env RPCRDMA_PROVIDER=$provider ./handler
     report "$provider" env RPCRDMA_PROVIDER=$provider RPCRDMA_CREDITS=4 ./late staying
     report "$provider" env RPCRDMA_PROVIDER=$provider RPCRDMA_CREDITS=96 ./late crowd
+    report "$provider" env RPCRDMA_PROVIDER=$provider ./late slow
     for way in shared beside 'beside children'; do
         # shellcheck disable=SC2086
         report "$provider" env RPCRDMA_PROVIDER=$provider ./late $way

@@ -388,7 +388,9 @@ impl Responder {
             return Err(Error::new(
                 Kind::Invalid,
                 match self.fate(id) {
-                    Fate::PassedOver => "too many later requests are waiting for their replies",
+                    Fate::PassedOver => {
+                        "too many later requests are waiting for their replies, or it was answered before"
+                    }
                     Fate::Waits | Fate::Answered => "the request was answered before",
                 },
             ));

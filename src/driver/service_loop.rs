@@ -13,7 +13,8 @@ use std::cell::Cell;
 use std::mem::forget;
 use std::ops::Range;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::Instant;
 
@@ -193,7 +194,7 @@ impl ServiceLoop {
                 state.dispatching.remove(at)
             }
         };
-        self.dispatching.store(state.dispatching.len(), Relaxed);
+        self.dispatching.store(state.dispatching.len(), Release);
         Some(gone)
     }
 
@@ -254,9 +255,9 @@ impl ServiceLoop {
         state.dispatching.iter().rfind(|it| it.thread == thread)?.owner.upgrade()
     }
 
-    /// Whether a routine runs, or one has not returned.
+    /// Whether a routine runs, or one has not returned. Whoever finds that none does also sees what its end has left.
     pub fn is_dispatching(&self) -> bool {
-        self.dispatching.load(Relaxed) > 0
+        self.dispatching.load(Acquire) > 0
     }
 
     /// The calling thread runs the loop: it has come to look at a connection.

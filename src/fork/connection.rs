@@ -7,11 +7,11 @@
 //! # Invariants
 //! - No lock is held across the fork: an atfork handler of the program (pthread_atfork(3)) may wait for a thread that wants it.
 //!   Nobody waits for a fork much longer than [`most`] once its thread has checked the locks, for which it has [`queue`]; nor
-//!   for a lock longer than [`queue`]. Where the system says that the forking thread is still at work ([`Line::goes_on`]), they
+//!   for a lock, or for another thread's turn, longer than [`queue`]. Where the system says that the forking thread is still at work ([`Line::goes_on`]), they
 //!   wait up to [`PATIENCE`]: on a busy machine it may have waited for a processor meanwhile.
 //! - A thread that has waited runs before the next one forks.
-//! - If a thread never returns from fork(2), its fork no longer counts as under way after that time, and its turn is over. The
-//!   time does not grow with what handlers take that were registered after the library's first use.
+//! - If a thread never returns from fork(2), its fork no longer counts as under way after [`most`], so that those who have
+//!   waited go on, and its turn is over after [`queue`]. These times do not grow with what handlers take that were registered after the library's first use.
 //! - No heap: a signal handler that has interrupted malloc(3) may fork.
 #![forbid(unsafe_code)]
 
@@ -46,7 +46,7 @@ fn most() -> u64 {
     (2 * TOOK.load(SeqCst)).clamp(LEAST, LONGEST)
 }
 
-/// How long a thread waits for a lock while others fork in a row, and how long a thread whose turn it is has for its checks.
+/// How long a thread waits for a lock while others fork in a row, and how long a turn lasts whose thread does not end it.
 fn queue() -> u64 {
     4 * most()
 }
@@ -226,16 +226,20 @@ struct Line {
     next: AtomicU64,
     /// The number of the thread whose turn it is.
     turn: AtomicU64,
-    /// When that turn is over for the others, if its thread has not ended it by then and is not at work.
+    /// When that turn is over, if its thread has not ended it by then and is not at work.
     until: AtomicU64,
+    /// When the others no longer leave alone what it has marked: likewise.
+    marked: AtomicU64,
     /// The latest turn that has begun, and the [`id`] of its thread in the lower [`Line::ID`] bits.
     thread: AtomicU64,
     /// When its turn began.
     began: AtomicU64,
     /// How much processor time that thread will have taken when its fork is taken to be lost.
     limit: AtomicU64,
-    /// When that thread was last seen at work.
-    seen: AtomicU64,
+    /// When somebody last looked whether that thread is at work.
+    looked: AtomicU64,
+    /// How many looks in a row have found that it is not.
+    idle: AtomicU64,
     /// What the other threads sleep on. The word of number n is at n modulo the length, and changes when its turn comes.
     told: [AtomicU32; Line::WORDS],
 }
@@ -251,9 +255,9 @@ impl Line {
     const fn new() -> Line {
         // No thread gets 0, which `Marks::NONE` has.
         let [next, turn] = [const { AtomicU64::new(1) }; 2];
-        let [until, thread, began, limit, seen] = [const { AtomicU64::new(0) }; 5];
+        let [until, marked, thread, began, limit, looked, idle] = [const { AtomicU64::new(0) }; 7];
         let told = [const { AtomicU32::new(0) }; Line::WORDS];
-        Line { next, turn, until, thread, began, limit, seen, told }
+        Line { next, turn, until, marked, thread, began, limit, looked, idle, told }
     }
 
     fn told(&self, number: u64) -> &AtomicU32 {
@@ -270,10 +274,11 @@ impl Line {
             let (before, turn, now) = (told.load(SeqCst), self.turn.load(SeqCst), stats::clock());
             ENTERED.set(now);
             if turn == number {
-                self.limit_turn(number, queue());
+                self.limit_turn(number);
                 self.limit_processor_time(number, queue());
                 self.began.store(now, SeqCst);
-                self.seen.store(0, SeqCst);
+                self.looked.store(0, SeqCst);
+                self.idle.store(0, SeqCst);
                 self.thread.fetch_max(number << Line::ID | u64::from(id()), SeqCst);
                 if self.turn.load(SeqCst) == number {
                     return number;
@@ -287,8 +292,7 @@ impl Line {
             }
             // The next in the line looks most often; nobody sleeps much longer than a turn may last.
             let look = most() / 2 * (number - turn).min(4);
-            // A thread that found nobody before it may still be about to say how long its turn lasts. That time is shorter once
-            // it has made its checks.
+            // A thread that found nobody before it may still be about to say how long its turn lasts.
             match self.until.load(SeqCst).max(came + most()).saturating_sub(now) {
                 0 if !self.goes_on(now) => self.pass_turn(turn),
                 0 => wait::for_change(told, before, Duration::from_nanos(look)),
@@ -297,35 +301,49 @@ impl Line {
         }
     }
 
-    /// Whether the turn of that number is not over.
+    /// Whether what was marked in the turn of that number is still to be left alone.
     fn is_on(&self, number: u64, now: u64) -> bool {
-        self.turn.load(SeqCst) == number && (now < self.until.load(SeqCst) || self.goes_on(now))
+        self.turn.load(SeqCst) == number && (now < self.marked.load(SeqCst) || self.goes_on(now))
     }
 
     /// Whether the thread whose turn it is goes on with its fork: it is not the calling one, and neither sleeps in a handler nor
     /// takes so much processor time that it must be waiting in a loop there.
     fn goes_on(&self, now: u64) -> bool {
-        let [turn, thread, began, limit, seen] =
-            [&self.turn, &self.thread, &self.began, &self.limit, &self.seen].map(|word| word.load(SeqCst));
-        let forker = (thread & ((1 << Line::ID) - 1)) as u32;
-        if turn != thread >> Line::ID || now.saturating_sub(began) >= PATIENCE || forker == id() {
+        let [turn, thread, began, limit] =
+            [&self.turn, &self.thread, &self.began, &self.limit].map(|word| word.load(SeqCst));
+        if turn != thread >> Line::ID || now.saturating_sub(began) >= PATIENCE {
             return false;
         }
-        // Whoever looks does so for all.
-        if now.saturating_sub(seen) < most() / 8 {
-            return true;
+        let forker = (thread & ((1 << Line::ID) - 1)) as u32;
+        if forker == id() {
+            return false;
         }
-        let goes_on = processor_time(forker).is_some_and(|taken| taken < limit) && is_at_work(forker);
-        if goes_on {
-            self.seen.store(now, SeqCst);
+        // Whoever looks does so for all, for a while: it takes longer than most locks are held.
+        let [looked, idle] = [&self.looked, &self.idle].map(|word| word.load(SeqCst));
+        let is_old = now.saturating_sub(looked) >= most() / 8;
+        if is_old && self.looked.compare_exchange(looked, now, SeqCst, SeqCst).is_ok() {
+            match processor_time(forker).is_some_and(|taken| taken < limit) && is_at_work(forker) {
+                true => self.idle.store(0, SeqCst),
+                false => self.idle.store(idle.saturating_add(1), SeqCst),
+            }
         }
-        goes_on
+        // fork(2) itself may sleep for a moment, for a lock of malloc(3).
+        self.idle.load(SeqCst) < 2
     }
 
-    /// From now on the turn of that number lasts for this time at most, in nanoseconds, if it is not over.
-    fn limit_turn(&self, number: u64, time: u64) {
+    /// From now on the turn of that number lasts for [`queue`] at most, if it is not over.
+    fn limit_turn(&self, number: u64) {
         if self.turn.load(SeqCst) == number {
-            self.until.store(stats::clock() + time, SeqCst);
+            let until = stats::clock() + queue();
+            self.marked.store(until, SeqCst);
+            self.until.store(until, SeqCst);
+        }
+    }
+
+    /// From now on what is marked in the turn of that number is left alone for this time at most, in nanoseconds.
+    fn limit_marks(&self, number: u64, time: u64) {
+        if self.turn.load(SeqCst) == number {
+            self.marked.store(stats::clock() + time, SeqCst);
         }
     }
 
@@ -340,7 +358,7 @@ impl Line {
     /// Ends the turn of that number, if it is not over.
     fn pass_turn(&self, number: u64) {
         // The time of the next turn, whose thread may not come: set first, for those that see that turn.
-        self.limit_turn(number, queue());
+        self.limit_turn(number);
         if self.turn.compare_exchange(number, number + 1, SeqCst, SeqCst).is_ok() {
             let told = self.told(number + 1);
             told.fetch_add(1, SeqCst);
@@ -396,7 +414,7 @@ pub fn begins(connections: impl FnOnce(&mut dyn FnMut(usize)), see: impl FnOnce(
     ENTERED.set(stats::clock());
     MARKS.set(marks);
     LINE.limit_processor_time(marks.turn, most());
-    LINE.limit_turn(marks.turn, most());
+    LINE.limit_marks(marks.turn, most());
 }
 
 /// The fork is over, or the thread has left it. Does nothing if none has begun.
@@ -471,7 +489,7 @@ mod tests {
     fn begins_at_once(forks: &Forks, line: &Line) -> u64 {
         let turn = line.take_turn();
         forks.begins(turn);
-        line.limit_turn(turn, LEAST);
+        line.limit_marks(turn, LEAST);
         turn
     }
 
@@ -566,7 +584,7 @@ mod tests {
         assert!(line.until.load(SeqCst) >= begin + 8 * LEAST);
         let until = line.until.load(SeqCst);
         line.pass_turn(lost);
-        line.limit_turn(lost, 100 * LEAST);
+        line.limit_turn(lost);
         assert_eq!((line.turn.load(SeqCst), line.until.load(SeqCst)), (next, until));
         // In a child nobody else is in it.
         line.next.fetch_add(5, SeqCst);
@@ -598,14 +616,16 @@ mod tests {
             line.limit.store(u64::MAX, SeqCst);
             assert!(line.goes_on(late));
             assert!(!line.goes_on(late + PATIENCE));
-            // Too much processor time, seen after what was seen before has been forgotten.
+            // It has taken too much processor time, which counts when it is seen for the second time, and looked for only now and
+            // then.
             line.limit.store(0, SeqCst);
-            assert!(line.goes_on(late) && !line.goes_on(late + most()));
+            let looks = [late, late + most(), late + most(), late + 2 * most(), late + 2 * most()];
+            assert_eq!(looks.map(|now| line.goes_on(now)), [true, true, true, false, false]);
             line.limit.store(u64::MAX, SeqCst);
-            assert!(line.goes_on(late + most()));
+            assert!(!line.goes_on(late + 2 * most()) && line.goes_on(late + 3 * most()));
             may_sleep.store(1, SeqCst);
-            while line.goes_on(late + 2 * most()) {
-                line.seen.store(0, SeqCst);
+            while line.goes_on(late + 4 * most()) {
+                line.looked.store(0, SeqCst);
                 thread::yield_now();
             }
             is_over.store(1, SeqCst);
@@ -628,7 +648,7 @@ mod tests {
             let before = stats::clock();
             line.next.fetch_add(1, SeqCst);
             line.turn.store(first + 2, SeqCst);
-            line.limit_turn(first + 2, LEAST);
+            line.until.store(before + LEAST, SeqCst);
             assert_eq!(late.join().unwrap(), first + 3);
             assert!(stats::clock() >= before + LEAST);
         });
@@ -681,7 +701,7 @@ mod tests {
     fn a_thread_that_forks_waits_for_no_other_and_knows_the_first_from_those_inside() {
         let (forks, line) = (Forks::new(), Line::new());
         let turn = begins_at_once(&forks, &line);
-        line.limit_turn(turn, u64::from(u32::MAX));
+        line.limit_marks(turn, u64::from(u32::MAX));
         assert!(forks.concerns_us(&line));
         assert!(enter());
         assert!(!forks.concerns_us(&line));

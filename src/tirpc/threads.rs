@@ -211,6 +211,9 @@ unsafe extern "C" fn before_fork() {
         /// Whoever holds a lock gives it back sooner than this, even on a busy machine. A child sees for itself whether that was
         /// in time.
         const PATIENCE: Duration = Duration::from_millis(200);
+        /// The process that has waited in vain for locks of inherited connections: nobody there gives back what a thread of its
+        /// parent held.
+        static IN_VAIN: AtomicU64 = AtomicU64::new(u64::MAX);
         // If a signal handler that has interrupted this thread in here, perhaps with locks held, makes the fork, the child can
         // answer nothing.
         if !fork::enter() || ffi::is_guard_inside_another() {
@@ -221,8 +224,9 @@ unsafe extern "C" fn before_fork() {
             ROUTINES_FORK.store(true, Relaxed);
             HAS_FORKED.set(true);
         }
-        // The thread may have been given requests of other connections.
-        let others = PUT_OFF.load(Relaxed) || PROGRAM.is_dispatching();
+        // The thread may have been given requests of other connections, if it is in no routine also by routines that go on. Of
+        // those that have returned it is asked last: one may return meanwhile.
+        let others = own.is_none() && (PROGRAM.is_dispatching() || serve()) || PUT_OFF.load(Relaxed);
         if own.is_none() && !others {
             return Ok(());
         }
@@ -245,13 +249,24 @@ unsafe extern "C" fn before_fork() {
             }
         };
         let await_locks = || {
-            let until = Instant::now() + PATIENCE;
+            let (until, this) = (Instant::now() + PATIENCE, fork::generation());
+            let in_vain = IN_VAIN.load(Relaxed) == this;
             loop {
-                let mut are_free = true;
+                let [mut own_are_free, mut inherited_are_free] = [true; 2];
                 concerned(&mut |transport| {
-                    are_free &= transport.is_free_until(Instant::now()) && transport.are_lent_free();
+                    let is_free = || transport.is_free_until(Instant::now()) && transport.are_lent_free();
+                    match transport.is_inherited() {
+                        false => own_are_free &= is_free(),
+                        true => inherited_are_free &= in_vain || is_free(),
+                    }
                 });
-                if are_free || Instant::now() >= until {
+                if own_are_free && inherited_are_free {
+                    break;
+                }
+                if Instant::now() >= until {
+                    if !inherited_are_free {
+                        IN_VAIN.store(this, Relaxed);
+                    }
                     break;
                 }
                 std::thread::yield_now();

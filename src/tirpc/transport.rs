@@ -279,7 +279,12 @@ impl Transport {
         self.is_free_until(Instant::now() + PATIENCE)
     }
 
-    /// The same with a deadline, for a caller that asks about several.
+    /// Whether the process that made it was another one.
+    pub fn is_inherited(&self) -> bool {
+        self.generation != fork::generation()
+    }
+
+    /// The same as [`Transport::is_free`] with a deadline, for a caller that asks about several.
     pub fn is_free_until(&self, until: Instant) -> bool {
         self.server.as_ref().is_none_or(|server| lock_until(server, until).is_some())
             && lock_until(&self.state, until).is_some()
@@ -451,7 +456,7 @@ impl Transport {
 
     /// In a forked child, whether a thread of the parent held the connection at the fork: nothing can be done with it then.
     fn is_lost(&self) -> bool {
-        self.generation != fork::generation() && !self.is_free()
+        self.is_inherited() && !self.is_free()
     }
 
     /// The connection, if this process has accepted it.
@@ -919,7 +924,7 @@ pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
     unsafe { Arc::increment_strong_count(own) };
     // SAFETY: the share that was just made.
     let own = unsafe { Arc::from_raw(own) };
-    if own.generation != fork::generation() && !own.is_free() {
+    if own.is_lost() {
         return Err(Error::new(
             Kind::NotSent,
             "another thread of the parent used the connection at the fork",

@@ -1,18 +1,22 @@
 /* Forks at bad moments. A signal handler forks, as a daemon's may, in the midst of a routine that uses the heap. With one thread
  * that is allowed, so nothing that the library does at a fork may use the heap. And a server exits while its threads fork.
- * NETID: "rdma", or "tcp" without the library. */
+ * NETID: "rdma", or "tcp" without the library. "held": a server becomes a daemon while a thread of it sends a reply, over a
+ * provider that sends with sendto(2) or sendmsg(2). */
 #define _GNU_SOURCE
 #include <err.h>
 #include <netconfig.h>
 #include <netinet/in.h>
 #include <pthread.h>
 #include <rpc/rpc.h>
+#include <rpcrdma.h>
 #include <semaphore.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -23,7 +27,7 @@
             errx(1, "handler: line %d: " #so, __LINE__);  \
     } while (0)
 
-enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, EXIT = 2, FORKS = 2000, ROUNDS = 10, THREADS = 8 };
+enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, EXIT, HOLD, DAEMON, IS_LOOKED_AT, END, FORKS = 2000, ROUNDS = 10, THREADS = 8 };
 
 static bool_t xdr_nothing(XDR *xdr, ...)
 {
@@ -61,6 +65,31 @@ static void *keeps_forking(void *unused)
     return NULL;
 }
 
+static __thread int stays_in_send;
+static sem_t is_in_send;
+
+static void stay(void)
+{
+    if (!stays_in_send)
+        return;
+    sem_post(&is_in_send);
+    for (;;)
+        pause();
+}
+
+/* The library's calls come here. */
+ssize_t sendto(int fd, const void *bytes, size_t length, int flags, const struct sockaddr *to, socklen_t size)
+{
+    stay();
+    return syscall(SYS_sendto, fd, bytes, length, flags, to, size);
+}
+
+ssize_t sendmsg(int fd, const struct msghdr *message, int flags)
+{
+    stay();
+    return syscall(SYS_sendmsg, fd, message, flags);
+}
+
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
     if (request->rq_proc == USE_HEAP) {
@@ -84,6 +113,25 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         REQUIRE(svc_sendreply(xprt, xdr_nothing, NULL));
         exit(0);
     }
+    static int held = -1;
+    bool_t is_looked_at = FALSE;
+    switch (request->rq_proc) {
+    case HOLD:
+        held = xprt->xp_fd;
+        stays_in_send = 1;
+        break;
+    case DAEMON:
+        REQUIRE(sem_wait(&is_in_send) == 0);
+        if (fork() != 0)
+            _exit(0);
+        break;
+    case IS_LOOKED_AT:
+        is_looked_at = FD_ISSET(held, &svc_fdset);
+        REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_bool, (char *)&is_looked_at));
+        return;
+    case END:
+        _exit(0);
+    }
     REQUIRE(svc_sendreply(xprt, xdr_nothing, NULL));
 }
 
@@ -100,9 +148,42 @@ static pid_t served(void)
     return server;
 }
 
+/* The child cannot serve a connection that a thread which it does not have is in the midst of. */
+static void held(const struct netconfig *netconfig, struct netbuf *to)
+{
+    struct timeval patient = {60, 0}, moment = {0, 50000}, now = {0, 0};
+    REQUIRE(sem_init(&is_in_send, 0, 0) == 0);
+    pid_t server = fork();
+    if (server == 0) {
+        REQUIRE(rpcrdma_svc_run(3));
+        _exit(0);
+    }
+    CLIENT *held = clnt_tli_create(RPC_ANYFD, netconfig, to, PROG, VERS, 0, 0);
+    CLIENT *other = clnt_tli_create(RPC_ANYFD, netconfig, to, PROG, VERS, 0, 0);
+    REQUIRE(server > 0 && held != NULL && other != NULL);
+    REQUIRE(clnt_call(held, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
+    REQUIRE(clnt_call(held, HOLD, xdr_nothing, NULL, xdr_nothing, NULL, now) == RPC_TIMEDOUT);
+    REQUIRE(clnt_call(other, DAEMON, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
+    REQUIRE(waitpid(server, NULL, 0) == server);
+    bool_t is_looked_at = TRUE;
+    for (int i = 0; i < 100 && is_looked_at; i++) {
+        /* Makes itself heard. */
+        clnt_call(held, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, moment);
+        REQUIRE(clnt_call(other, IS_LOOKED_AT, xdr_nothing, NULL, (xdrproc_t)xdr_bool, (char *)&is_looked_at, patient) ==
+                RPC_SUCCESS);
+    }
+    enum clnt_stat status = clnt_call(held, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient);
+    clnt_call(other, END, xdr_nothing, NULL, xdr_nothing, NULL, now);
+    REQUIRE(!is_looked_at && (status == RPC_CANTSEND || status == RPC_CANTRECV));
+    clnt_destroy(held);
+    clnt_destroy(other);
+    puts("ok    a daemon ends a connection that a thread of its parent was sending over");
+}
+
 int main(int argc, char **argv)
 {
-    struct netconfig *netconfig = getnetconfigent(argc > 1 ? argv[1] : "rdma");
+    int is_held = argc > 1 && strcmp(argv[1], "held") == 0;
+    struct netconfig *netconfig = getnetconfigent(argc > 1 && !is_held ? argv[1] : "rdma");
     struct sockaddr_in any = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     struct t_bind bind = {{sizeof any, sizeof any, &any}, 8};
     REQUIRE(netconfig != NULL);
@@ -111,6 +192,10 @@ int main(int argc, char **argv)
     struct sockaddr_in address;
     memcpy(&address, listener->xp_ltaddr.buf, sizeof address);
     struct netbuf to = {sizeof address, sizeof address, &address};
+    if (is_held) {
+        held(netconfig, &to);
+        return 0;
+    }
     struct timeval patient = {120, 0};
     pid_t server = served();
     CLIENT *client = clnt_tli_create(RPC_ANYFD, netconfig, &to, PROG, VERS, 0, 0);

@@ -7,11 +7,12 @@
 //! # Invariants
 //! - No lock is held across the fork: an atfork handler of the program (pthread_atfork(3)) may wait for a thread that wants it.
 //!   Nobody waits for a fork much longer than [`most`] once its thread has checked the locks, for which it has [`queue`]; nor
-//!   for a lock, or for another thread's turn, longer than [`queue`]. Where the system says that the forking thread is still at work ([`Line::goes_on`]), they
-//!   wait up to [`PATIENCE`]: on a busy machine it may have waited for a processor meanwhile.
+//!   for a lock, or for another thread's turn, longer than [`queue`]. Where the system says that the forking thread is still at
+//!   work ([`Line::goes_on`]), they wait up to [`PATIENCE`]: on a busy machine it may have waited for a processor meanwhile.
 //! - A thread that has waited runs before the next one forks.
 //! - If a thread never returns from fork(2), its fork no longer counts as under way after [`most`], so that those who have
-//!   waited go on, and its turn is over after [`queue`]. These times do not grow with what handlers take that were registered after the library's first use.
+//!   waited go on, and its turn is over after [`queue`]. These times do not grow with the time taken by handlers that were
+//!   registered after the library's first use.
 //! - No heap: a signal handler that has interrupted malloc(3) may fork.
 #![forbid(unsafe_code)]
 
@@ -264,8 +265,8 @@ impl Line {
         &self.told[number as usize % Line::WORDS]
     }
 
-    /// Waits for the calling thread's turn, which is to last for [`queue`] at most, and returns its number. If another thread's
-    /// turn has not ended in time, the next one begins nevertheless; the children of both may then find locks taken.
+    /// Waits for the calling thread's turn, and returns its number. If another thread's turn has not ended in time, the next one
+    /// begins nevertheless; the children of both may then find locks taken.
     fn take_turn(&self) -> u64 {
         let mut number = self.next.fetch_add(1, SeqCst);
         let mut came = stats::clock();
@@ -331,7 +332,7 @@ impl Line {
         self.idle.load(SeqCst) < 2
     }
 
-    /// From now on the turn of that number lasts for [`queue`] at most, if it is not over.
+    /// From now on the turn of that number lasts for [`queue`], or as long as its thread is at work, if it is not over.
     fn limit_turn(&self, number: u64) {
         if self.turn.load(SeqCst) == number {
             let until = stats::clock() + queue();
@@ -340,7 +341,7 @@ impl Line {
         }
     }
 
-    /// From now on what is marked in the turn of that number is left alone for this time at most, in nanoseconds.
+    /// From now on what is marked in the turn of that number is left alone for this time, in nanoseconds, or likewise.
     fn limit_marks(&self, number: u64, time: u64) {
         if self.turn.load(SeqCst) == number {
             self.marked.store(stats::clock() + time, SeqCst);
@@ -612,19 +613,21 @@ mod tests {
             while line.thread.load(SeqCst) == 0 {
                 thread::yield_now();
             }
-            let late = line.began.load(SeqCst) + 2 * most();
+            // What was seen before has been forgotten after this time, also when forks of other tests take long.
+            const WHILE: u64 = LONGEST / 8;
+            let late = line.began.load(SeqCst) + LONGEST;
             line.limit.store(u64::MAX, SeqCst);
             assert!(line.goes_on(late));
             assert!(!line.goes_on(late + PATIENCE));
             // It has taken too much processor time, which counts when it is seen for the second time, and looked for only now and
             // then.
             line.limit.store(0, SeqCst);
-            let looks = [late, late + most(), late + most(), late + 2 * most(), late + 2 * most()];
-            assert_eq!(looks.map(|now| line.goes_on(now)), [true, true, true, false, false]);
+            let looks = [0, 1, 1, 2, 2].map(|n| line.goes_on(late + n * WHILE));
+            assert_eq!(looks, [true, true, true, false, false]);
             line.limit.store(u64::MAX, SeqCst);
-            assert!(!line.goes_on(late + 2 * most()) && line.goes_on(late + 3 * most()));
+            assert!(!line.goes_on(late + 2 * WHILE) && line.goes_on(late + 3 * WHILE));
             may_sleep.store(1, SeqCst);
-            while line.goes_on(late + 4 * most()) {
+            while line.goes_on(late + 4 * WHILE) {
                 line.looked.store(0, SeqCst);
                 thread::yield_now();
             }

@@ -20,7 +20,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
 use std::time::{Duration, Instant};
 
 use crate::binding::Head;
@@ -211,9 +212,6 @@ unsafe extern "C" fn before_fork() {
         /// Whoever holds a lock gives it back sooner than this, even on a busy machine. A child sees for itself whether that was
         /// in time.
         const PATIENCE: Duration = Duration::from_millis(200);
-        /// The process that has waited in vain for locks of inherited connections: nobody there gives back what a thread of its
-        /// parent held.
-        static IN_VAIN: AtomicU64 = AtomicU64::new(u64::MAX);
         // If a signal handler that has interrupted this thread in here, perhaps with locks held, makes the fork, the child can
         // answer nothing.
         if !fork::enter() || ffi::is_guard_inside_another() {
@@ -224,8 +222,8 @@ unsafe extern "C" fn before_fork() {
             ROUTINES_FORK.store(true, Relaxed);
             HAS_FORKED.set(true);
         }
-        // The thread may have been given requests of other connections, if it is in no routine also by routines that go on. Of
-        // those that have returned it is asked last: one may return meanwhile.
+        // The thread may have been given requests of other connections by routines that have returned, or if it is in no routine
+        // itself also by those that run. Whether some run is asked first: one may return meanwhile.
         let others = own.is_none() && (PROGRAM.is_dispatching() || serve()) || PUT_OFF.load(Relaxed);
         if own.is_none() && !others {
             return Ok(());
@@ -249,29 +247,23 @@ unsafe extern "C" fn before_fork() {
             }
         };
         let await_locks = || {
-            let (until, this) = (Instant::now() + PATIENCE, fork::generation());
-            let in_vain = IN_VAIN.load(Relaxed) == this;
+            let until = Instant::now() + PATIENCE;
             loop {
-                let [mut own_are_free, mut inherited_are_free] = [true; 2];
-                concerned(&mut |transport| {
-                    let is_free = || transport.is_free_until(Instant::now()) && transport.are_lent_free();
-                    match transport.is_inherited() {
-                        false => own_are_free &= is_free(),
-                        true => inherited_are_free &= in_vain || is_free(),
-                    }
-                });
-                if own_are_free && inherited_are_free {
-                    break;
-                }
-                if Instant::now() >= until {
-                    if !inherited_are_free {
-                        IN_VAIN.store(this, Relaxed);
-                    }
+                let (mut may_fork, is_late) = (true, Instant::now() >= until);
+                concerned(&mut |transport| may_fork &= transport.may_fork(is_late));
+                if may_fork || is_late {
                     break;
                 }
                 std::thread::yield_now();
             }
         };
+        let mut are_any = own.is_some();
+        if !are_any {
+            concerned(&mut |_| are_any = true);
+        }
+        if !are_any {
+            return Ok(());
+        }
         let concerns = |mark: &mut dyn FnMut(usize)| {
             concerned(&mut |transport| {
                 transport.share();
@@ -295,7 +287,8 @@ unsafe extern "C" fn after_fork() {
 /// Whether threads of this process serve its transports.
 #[inline]
 pub fn serve() -> bool {
-    let serve = SERVE.load(Relaxed);
+    // Whoever finds that there are none any more also sees what their routines have left.
+    let serve = SERVE.load(Acquire);
     serve != 0 && serve == fork::generation() + 1
 }
 

@@ -87,6 +87,8 @@ pub struct Transport {
     handed_out: AtomicUsize,
     /// Fork generation of the process that made the transport.
     generation: u64,
+    /// A thread of a forked child that forks itself has waited for its locks in vain.
+    in_vain: AtomicBool,
     /// The turn ([`Place`]) of the latest request that was handed out.
     turn: AtomicU64,
     fd: RawFd,
@@ -279,13 +281,22 @@ impl Transport {
         self.is_free_until(Instant::now() + PATIENCE)
     }
 
-    /// Whether the process that made it was another one.
-    pub fn is_inherited(&self) -> bool {
+    /// Whether the calling thread, which is about to fork, need not wait for locks of the connection: they are free; or the
+    /// connection is inherited, and it, or an earlier fork, has waited so long (`is_late`) that a thread of the parent may have
+    /// held one at the fork, which nobody here gives back.
+    pub fn may_fork(&self, is_late: bool) -> bool {
+        let is_free = self.is_free_until(Instant::now()) && self.are_lent_free();
+        let in_vain = !is_free && (self.in_vain.load(Relaxed) || is_late && self.is_inherited());
+        self.in_vain.store(in_vain, Relaxed);
+        is_free || in_vain
+    }
+
+    fn is_inherited(&self) -> bool {
         self.generation != fork::generation()
     }
 
-    /// The same as [`Transport::is_free`] with a deadline, for a caller that asks about several.
-    pub fn is_free_until(&self, until: Instant) -> bool {
+    /// The same as [`Transport::is_free`] with a deadline.
+    fn is_free_until(&self, until: Instant) -> bool {
         self.server.as_ref().is_none_or(|server| lock_until(server, until).is_some())
             && lock_until(&self.state, until).is_some()
             && lock_until(&self.parts, until).is_some()
@@ -419,6 +430,7 @@ impl Transport {
                 children,
                 handed_out: AtomicUsize::new(0),
                 generation: fork::generation(),
+                in_vain: AtomicBool::new(false),
                 turn: AtomicU64::new(0),
                 fd,
                 responder,
@@ -683,21 +695,36 @@ impl Transport {
         if self.closed.swap(true, SeqCst) {
             return false;
         }
-        let known = server.fd();
-        idle::forget(known);
-        progress::forget(known);
-        self.in_table.store(false, Relaxed);
-        busy::leave(|fd| fd == known);
+        self.forget_fd();
         // Callbacks end here.
         server.shut();
         drop(server);
         self.children.end();
         self.end_context();
+        self.close_fd();
+        true
+    }
+
+    /// Closes the descriptor of a connection that [`Transport::is_lost`]. If no other process has it open, the connection ends.
+    fn close_lost(&self) {
+        if !self.closed.swap(true, SeqCst) {
+            self.forget_fd();
+            self.close_fd();
+        }
+    }
+
+    fn forget_fd(&self) {
+        idle::forget(self.fd);
+        progress::forget(self.fd);
+        self.in_table.store(false, Relaxed);
+        busy::leave(|fd| fd == self.fd);
+    }
+
+    fn close_fd(&self) {
         let fd = self.without_fd();
         if fd >= 0 {
             socket::close(fd);
         }
-        true
     }
 
     /// Takes the descriptor out of the SVCXPRT: its number is another file's once the connection has ended.
@@ -905,10 +932,30 @@ pub unsafe fn registered_again(xprt: *mut SVCXPRT) {
 
 /// The transport behind an SVCXPRT, kept alive until the entry that asks for it returns.
 ///
+/// # Errors
+/// If it is not one of ours, or [`Transport::is_lost`].
+///
 /// # Safety
 /// `xprt` is NULL or a live transport of any kind.
 #[inline(always)]
 pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
+    // SAFETY: by the contract.
+    let own = unsafe { perhaps_lost(xprt) }?;
+    if own.is_lost() {
+        return Err(Error::new(
+            Kind::NotSent,
+            "another thread of the parent used the connection at the fork",
+        ));
+    }
+    Ok(own)
+}
+
+/// The same, whether or not the connection is of any use to this process.
+///
+/// # Safety
+/// As [`transport`].
+#[inline(always)]
+unsafe fn perhaps_lost(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
     // SAFETY: alive or NULL (contract); no reference is made, for the program may write to it meanwhile.
     let ours = !xprt.is_null() && {
         // SAFETY: as above.
@@ -923,14 +970,7 @@ pub unsafe fn transport(xprt: *mut SVCXPRT) -> Result<Arc<Transport>, Error> {
     // owns a share.
     unsafe { Arc::increment_strong_count(own) };
     // SAFETY: the share that was just made.
-    let own = unsafe { Arc::from_raw(own) };
-    if own.is_lost() {
-        return Err(Error::new(
-            Kind::NotSent,
-            "another thread of the parent used the connection at the fork",
-        ));
-    }
-    Ok(own)
+    Ok(unsafe { Arc::from_raw(own) })
 }
 
 unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> bool_t {
@@ -1205,7 +1245,7 @@ impl Transport {
 unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
     guard(|| {
         // SAFETY: libtirpc's loop and its transport.
-        let own = unsafe { transport(xprt) }?;
+        let Ok(own) = (unsafe { transport(xprt) }) else { return Ok(xprt_stat::XPRT_DIED) };
         if !own.empty.swap(false, Relaxed) {
             own.end_request(true);
         }
@@ -1273,10 +1313,17 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
 unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
     guard(|| {
         // SAFETY: libtirpc's loop or the program, with a live transport.
-        let own = unsafe { transport(xprt) }?;
+        let own = unsafe { perhaps_lost(xprt) }?;
         // The SVCXPRT of a request stands for that of its connection.
         let Some(own) = own.whole().upgrade() else { return Ok(()) };
         if own.destroyed.swap(true, Relaxed) {
+            return Ok(());
+        }
+        if own.is_lost() {
+            // SAFETY: alive.
+            unsafe { xprt_unregister(own.xprt()) };
+            // Its memory stays: nobody can take the locks of what it holds.
+            own.close_lost();
             return Ok(());
         }
         if let Some(server) = &own.server {

@@ -136,7 +136,7 @@ impl Transport {
     }
 
     /// Whether no thread holds the lock of a single request whose routine runs, or has just returned.
-    pub fn are_lent_free(&self) -> bool {
+    pub(super) fn are_lent_free(&self) -> bool {
         let is_free = |part: Arc<Transport>| lock_until(&part.state, Instant::now()).is_some();
         let parts = lock_until(&self.parts, Instant::now());
         parts.is_some_and(|parts| parts.lent.iter().filter_map(Weak::upgrade).all(is_free))

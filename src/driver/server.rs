@@ -87,6 +87,8 @@ pub struct Server {
     /// Replies that the peer has not taken.
     pub(super) backlog: Backlog,
     pub(super) generation: u64,
+    /// Fork generation of the process that has read from it last.
+    reader: u64,
     /// Calls back to the client, and who waits for them.
     pub(super) session: Session,
     /// What forked children have answered.
@@ -190,6 +192,7 @@ impl Server {
             own: None,
             backlog: Backlog::default(),
             generation: fork::generation(),
+            reader: fork::generation(),
             session: Session::new(config.poll),
             answered: Arc::default(),
             left: Vec::new(),
@@ -255,6 +258,9 @@ impl Server {
                 }
             }
         }
+        if self.forked() {
+            self.inherit();
+        }
         self.heed_children();
         let Phase::Open(link) = &mut self.phase else { return None };
         let before = link.device.moved();
@@ -280,6 +286,19 @@ impl Server {
             link.device.tell_company(u32::try_from(others).unwrap_or(u32::MAX));
         }
         Some(request)
+    }
+
+    /// A forked child serves the connection. If its parent has ended (a daemon's), the connection is this process's from here on.
+    #[cold]
+    fn inherit(&mut self) {
+        self.reader = fork::generation();
+        if let Phase::Open(link) = &mut self.phase
+            && link.device.claim()
+        {
+            self.generation = fork::generation();
+            self.session.inherit();
+            log_info!("fd {}: the parent has ended: the connection is this process's", self.fd);
+        }
     }
 
     /// Keeps [`LATE`] deferred requests answerable, whatever comes meanwhile.
@@ -585,9 +604,14 @@ impl Server {
         self.fd
     }
 
-    /// Whether this process inherited the connection from the one that accepted it.
+    /// Whether this process inherited the connection, and it is not its own yet ([`Server::inherit`]).
     pub fn forked(&self) -> bool {
         self.generation != fork::generation()
+    }
+
+    /// Whether only the process that has accepted it reads from it, and not this one.
+    pub fn is_left_to_parent(&self) -> bool {
+        self.reader != fork::generation()
     }
 }
 
@@ -934,6 +958,19 @@ mod tests {
         }
         let client = Link::new(Role::Client, config, versions(config), device, &memory(config));
         (client, server, [active, passive])
+    }
+
+    #[test]
+    fn a_child_that_serves_takes_over_what_no_other_process_has_any_more() {
+        let _alone = ONE_AT_A_TIME.lock();
+        let (mut client, server, _sockets) = joined();
+        let another = fork::generation() + 1;
+        locked(&server).generation = another;
+        locked(&server).reader = another;
+        assert!(locked(&server).forked() && locked(&server).is_left_to_parent());
+        begin(&mut client, 7, 100);
+        next_of(&mut client, &server);
+        assert!(!locked(&server).forked() && !locked(&server).is_left_to_parent());
     }
 
     /// The queue and the memory belong to the whole process.

@@ -570,11 +570,11 @@ impl Transport {
     }
 
     /// Has the loop look at requests that became ready with the reply to a request that was put off, and at what could not be
-    /// sent. The loop may run in another thread, and sleep.
+    /// sent; in a forked child that serves, also at what has come meanwhile. The loop may run in another thread, and sleep.
     fn tell_loop(&self) {
-        let is_there = |server: &MutexGuard<'_, Server>| !server.forked() && !self.is_closed();
+        let is_there = |server: &MutexGuard<'_, Server>| !server.is_left_to_parent() && !self.is_closed();
         let Some(server) = self.server().filter(is_there) else { return };
-        let (ready, unsent) = (server.request_ready(), server.wants_write());
+        let (ready, unsent) = (server.request_ready() || server.forked(), server.wants_write());
         drop(server);
         let home = &service_loop::PROGRAM;
         if ready {

@@ -989,6 +989,12 @@ unsafe extern "C-unwind" fn recv(xprt: *mut SVCXPRT, message: *mut rpc_msg) -> b
             if threads::serve() {
                 return Ok(hand_out(&own));
             }
+            // A forked child that serves: the waker in libtirpc's table is its parent's.
+            if own.is_inherited()
+                && let Err(error) = waker::registered()
+            {
+                log_info!("fd {}: requests may be late: {error}", own.fd);
+            }
             service_loop::PROGRAM.look();
             // Perhaps the program's own loop has caught what a dispatch routine threw.
             service_loop::PROGRAM.dispatches(frame);

@@ -16,6 +16,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/wait.h>
@@ -27,7 +28,7 @@
             errx(1, "handler: line %d: " #so, __LINE__);  \
     } while (0)
 
-enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, EXIT, HOLD, DAEMON, IS_LOOKED_AT, END, FORKS = 2000, ROUNDS = 10, THREADS = 8 };
+enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, EXIT, HOLD, DAEMON, IS_OPEN, END, FORKS = 2000, ROUNDS = 10, THREADS = 8 };
 
 static bool_t xdr_nothing(XDR *xdr, ...)
 {
@@ -113,11 +114,14 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         REQUIRE(svc_sendreply(xprt, xdr_nothing, NULL));
         exit(0);
     }
-    static int held = -1;
-    bool_t is_looked_at = FALSE;
+    static int fd;
+    static struct stat held;
+    struct stat now;
+    bool_t is_open = FALSE;
     switch (request->rq_proc) {
     case HOLD:
-        held = xprt->xp_fd;
+        fd = xprt->xp_fd;
+        REQUIRE(fstat(fd, &held) == 0);
         stays_in_send = 1;
         break;
     case DAEMON:
@@ -125,9 +129,9 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         if (fork() != 0)
             _exit(0);
         break;
-    case IS_LOOKED_AT:
-        is_looked_at = FD_ISSET(held, &svc_fdset);
-        REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_bool, (char *)&is_looked_at));
+    case IS_OPEN:
+        is_open = fstat(fd, &now) == 0 && now.st_ino == held.st_ino;
+        REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_bool, (char *)&is_open));
         return;
     case END:
         _exit(0);
@@ -165,16 +169,16 @@ static void held(const struct netconfig *netconfig, struct netbuf *to)
     REQUIRE(clnt_call(held, HOLD, xdr_nothing, NULL, xdr_nothing, NULL, now) == RPC_TIMEDOUT);
     REQUIRE(clnt_call(other, DAEMON, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
     REQUIRE(waitpid(server, NULL, 0) == server);
-    bool_t is_looked_at = TRUE;
-    for (int i = 0; i < 100 && is_looked_at; i++) {
+    bool_t is_open = TRUE;
+    for (int i = 0; i < 100 && is_open; i++) {
         /* Makes itself heard. */
         clnt_call(held, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, moment);
-        REQUIRE(clnt_call(other, IS_LOOKED_AT, xdr_nothing, NULL, (xdrproc_t)xdr_bool, (char *)&is_looked_at, patient) ==
+        REQUIRE(clnt_call(other, IS_OPEN, xdr_nothing, NULL, (xdrproc_t)xdr_bool, (char *)&is_open, patient) ==
                 RPC_SUCCESS);
     }
     enum clnt_stat status = clnt_call(held, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient);
     clnt_call(other, END, xdr_nothing, NULL, xdr_nothing, NULL, now);
-    REQUIRE(!is_looked_at && (status == RPC_CANTSEND || status == RPC_CANTRECV));
+    REQUIRE(!is_open && (status == RPC_CANTSEND || status == RPC_CANTRECV));
     clnt_destroy(held);
     clnt_destroy(other);
     puts("ok    a daemon ends a connection that a thread of its parent was sending over");

@@ -960,19 +960,6 @@ mod tests {
         (client, server, [active, passive])
     }
 
-    #[test]
-    fn a_child_that_serves_takes_over_what_no_other_process_has_any_more() {
-        let _alone = ONE_AT_A_TIME.lock();
-        let (mut client, server, _sockets) = joined();
-        let another = fork::generation() + 1;
-        locked(&server).generation = another;
-        locked(&server).reader = another;
-        assert!(locked(&server).forked() && locked(&server).is_left_to_parent());
-        begin(&mut client, 7, 100);
-        next_of(&mut client, &server);
-        assert!(!locked(&server).forked() && !locked(&server).is_left_to_parent());
-    }
-
     /// The queue and the memory belong to the whole process.
     static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
@@ -1035,6 +1022,19 @@ mod tests {
         for ((client, server, _), request) in ends.iter_mut().zip(held) {
             answer(client, server, request);
         }
+    }
+
+    #[test]
+    fn a_child_that_serves_takes_over_what_no_other_process_has_any_more() {
+        let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
+        let (mut client, server, _sockets) = joined();
+        let another = fork::generation() + 1;
+        locked(&server).generation = another;
+        locked(&server).reader = another;
+        assert!(locked(&server).forked() && locked(&server).is_left_to_parent());
+        begin(&mut client, 7, 100);
+        next_of(&mut client, &server);
+        assert!(!locked(&server).forked() && !locked(&server).is_left_to_parent());
     }
 
     #[test]

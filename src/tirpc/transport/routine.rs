@@ -283,7 +283,8 @@ impl Reply {
         let sent = responder.reply(id, message);
         responder.end(&loans);
         own.watch_progress();
-        if put_off {
+        // In another thread, the routine may have returned while the reply waited for its peer.
+        if put_off || !crate::driver::service_loop::PROGRAM.is_mine() && own.state().open.is_empty() {
             own.tell_loop();
         }
         match sent {

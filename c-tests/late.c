@@ -15,6 +15,10 @@
  * With "staying" and RPCRDMA_CREDITS=4: routines do not return yet when children have answered their requests, and there are
  * more of these requests than credits.
  *
+ * With "much", over a provider that sends with sendto(2) or sendmsg(2): while a thread sends a long reply, another request comes,
+ * the routine returns and the loop goes to sleep. Where these take more than 20 ms, the loop sends the rest, and a defect is not
+ * found.
+ *
  * With "beside": a request that was put off is answered while another routine forks, under a lock that the program takes before
  * a fork; beside a request for a program that was registered without the library; and after its connection has ended or was
  * destroyed. With "beside children": while other routines leave their replies to child processes.
@@ -24,6 +28,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <err.h>
+#include <errno.h>
 #include <poll.h>
 #include <pthread.h>
 #include <rpc/rpc.h>
@@ -33,6 +38,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -40,8 +48,8 @@ enum { PROG = 0x20004C53, UNSEEN, OTHERWISE };
 /* Procedures. The three after the first say how a request for the first is answered: in their own routine, by a thread that
  * this routine waits for, or by a thread that begins when the loop sleeps. */
 enum { PUT_OFF = 1, IN_ROUTINE, BY_THREAD, BESIDE_LOOP, GATE, TAKE, KEEP, PARK, BACK, LATER, FORK, REPLACE, BUSY, CHILD, BY_CHILD,
-       HOLD, LET_GO, STAY, BY_SLOW_CHILD };
-enum { SHORT = 100000, LONG = 200 << 20 };
+       HOLD, LET_GO, STAY, BY_SLOW_CHILD, MUCH };
+enum { SHORT = 100000, MEDIUM = 16 << 20, LONG = 200 << 20 };
 
 #define REQUIRE(what) ((what) ? (void)0 : errx(1, "line %d: %s", __LINE__, #what))
 static const struct timeval patient = {60, 0}, moment = {0, 20000}, now;
@@ -85,6 +93,66 @@ static void *answers_much(void *unused)
     (void)unused;
     REQUIRE(svc_sendreply(waiting, (xdrproc_t)xdr_data, (char *)&data));
     return NULL;
+}
+
+/* The same, beside its routine and then the loop: the socket seems to be full until the loop sleeps. */
+static __thread int is_loop, beside_fd;
+static atomic_int loop_sleeps;
+
+static bool_t is_full(void)
+{
+    int unread;
+    if (beside_fd == 0 || loop_sleeps)
+        return FALSE;
+    REQUIRE(ioctl(beside_fd, FIONREAD, &unread) == 0);
+    if (unread == 0)
+        REQUIRE(sem_post(&is_inside) == 0);
+    errno = EAGAIN;
+    return TRUE;
+}
+
+/* The library's calls come here. */
+ssize_t sendto(int fd, const void *bytes, size_t length, int flags, const struct sockaddr *to, socklen_t size)
+{
+    return is_full() ? -1 : syscall(SYS_sendto, fd, bytes, length, flags, to, size);
+}
+
+ssize_t sendmsg(int fd, const struct msghdr *message, int flags)
+{
+    return is_full() ? -1 : syscall(SYS_sendmsg, fd, message, flags);
+}
+
+/* And the loop's. */
+int poll(struct pollfd *fds, nfds_t number, int timeout)
+{
+    int come = is_loop ? (int)syscall(SYS_poll, fds, number, 0) : 0;
+    if (come != 0)
+        return come;
+    loop_sleeps += is_loop;
+    return (int)syscall(SYS_poll, fds, number, timeout);
+}
+
+static void *answers_much_beside(void *xprt)
+{
+    struct data data = {MEDIUM, reply};
+    beside_fd = ((SVCXPRT *)xprt)->xp_fd;
+    REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_data, (char *)&data));
+    REQUIRE(sem_post(&is_inside) == 0);
+    return NULL;
+}
+
+/* Another request has come when the reply begins, and is read before the routine ends. */
+static void much_beside(SVCXPRT *xprt)
+{
+    pthread_t thread;
+    struct pollfd came = {.fd = xprt->xp_fd, .events = POLLIN};
+    REQUIRE(sem_post(&is_put_off) == 0);
+    REQUIRE(syscall(SYS_poll, &came, 1, (int)(1000 * patient.tv_sec)) == 1);
+    loop_sleeps = 0;
+    REQUIRE(sem_init(&is_inside, 0, 0) == 0);
+    REQUIRE(pthread_create(&thread, NULL, answers_much_beside, xprt) == 0 && pthread_detach(thread) == 0);
+    while (sem_wait(&is_inside) != 0)
+        ;
 }
 
 /* One more long call than are pulled at a time where one thread serves. */
@@ -379,6 +447,9 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         while (sem_wait(&may_return) != 0)
             ;
         return;
+    case MUCH:
+        much_beside(xprt);
+        return;
     case IN_ROUTINE:
         answers(NULL);
         break;
@@ -402,6 +473,7 @@ static u_int service_threads;
 
 static void *run(void *unused)
 {
+    is_loop = 1;
     if (service_threads > 0)
         REQUIRE(rpcrdma_svc_run(service_threads));
     else
@@ -641,6 +713,27 @@ static void slow(void)
     printf("ok    a thread that a routine waits for forks, and others leave the connection alone\n");
 }
 
+static void *asks_much(void *unused)
+{
+    struct data data = {0, NULL};
+    enum clnt_stat status = clnt_call(first, MUCH, (xdrproc_t)xdr_nothing, NULL, (xdrproc_t)xdr_data, (char *)&data, patient);
+    REQUIRE(status == RPC_SUCCESS && data.length == MEDIUM);
+    clnt_freeres(first, (xdrproc_t)xdr_data, (char *)&data);
+    return unused;
+}
+
+static void much(void)
+{
+    pthread_t thread;
+    REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS);
+    for (int round = 0; round < 20; round++) {
+        REQUIRE(pthread_create(&thread, NULL, asks_much, NULL) == 0 && sem_wait(&is_put_off) == 0);
+        REQUIRE(ask(first, NULLPROC) == RPC_SUCCESS);
+        REQUIRE(pthread_join(thread, NULL) == 0);
+    }
+    printf("ok    a request that comes during a thread's long reply is served, though its routine has returned\n");
+}
+
 /* What was put off is a call that nobody waits for. */
 static void unseen(SVCXPRT *listener)
 {
@@ -781,6 +874,8 @@ int main(int argc, char **argv)
         REQUIRE(pthread_join(loop, NULL) == 0);
         return 0;
     }
+    if (argc > 1 && strcmp(argv[1], "much") == 0)
+        with_threads = much;
     if (with_threads != NULL) {
         with_threads();
         clnt_destroy(first), clnt_destroy(second);

@@ -16,8 +16,9 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, WaitId, WaitIdOptions, test_kill_process, waitid};
+use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions, pidfd_open, test_kill_process, waitid};
 
 use crate::ffi::guard;
 use crate::stats;
@@ -60,15 +61,22 @@ pub fn process_id() -> u32 {
     PID.load(Relaxed)
 }
 
-/// Whether the process has ended. A child of ours counts as ended even before it has been waited for.
+/// Whether the process has ended, even if nobody has waited for it yet.
 pub fn process_gone(pid: u32) -> bool {
     let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return false };
     if let Err(error) = test_kill_process(pid) {
         return error == Errno::SRCH;
     }
-    // It exists, but may be a zombie child of ours. NOWAIT leaves it for the program's own wait.
+    // It exists, but may be a zombie. NOWAIT leaves a child of ours for the program's own wait.
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-    waitid(WaitId::Pid(pid), options).is_ok_and(|ended| ended.is_some())
+    match waitid(WaitId::Pid(pid), options) {
+        Ok(ended) => ended.is_some(),
+        // No child of ours. Its descriptor becomes readable when it ends; without one, it counts as there.
+        Err(_) => pidfd_open(pid, PidfdFlags::empty()).is_ok_and(|process| {
+            let ended = poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&Timespec::default()));
+            ended.is_ok_and(|ended| ended > 0)
+        }),
+    }
 }
 
 /// Changes when a child is forked, or is being forked, that may have inherited what existed in between. Sequentially consistent:
@@ -307,6 +315,8 @@ pub mod testing {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
 
     use super::*;
 
@@ -321,6 +331,23 @@ mod tests {
         assert!(child.succeeded());
         assert!(process_gone(id));
         assert_eq!((generation(), process_id()), (before, pid));
+        // Neither a child of ours that lives nor a child of another process.
+        let [(mut ours, mut theirs), (hold, mut release)] = [(); 2].map(|()| UnixStream::pair().unwrap());
+        let child = testing::fork(|| {
+            let lives = testing::fork(|| (&hold).read(&mut [0]).is_ok());
+            let ended = testing::fork(|| true);
+            ended.wait_for_zombie();
+            let ids = [lives.id(), ended.id()];
+            theirs.write_all(&ids.map(u32::to_ne_bytes).concat()).unwrap();
+            // Until the other side has looked.
+            lives.succeeded() && ended.succeeded()
+        });
+        let mut ids = [[0; 4]; 2];
+        ids.iter_mut().for_each(|id| ours.read_exact(id).unwrap());
+        let [lives, ended] = ids.map(u32::from_ne_bytes);
+        assert_eq!([child.id(), lives, ended].map(process_gone), [false, false, true]);
+        release.write_all(&[0]).unwrap();
+        assert!(child.succeeded());
     }
 
     #[test]

@@ -16,6 +16,7 @@ done
 report tcp ./handler tcp
 report plain ./late
 report iwarp env RPCRDMA_PROVIDER=iwarp RPCRDMA_POLL=0 ./late pulled
+report iwarp env RPCRDMA_PROVIDER=iwarp ./late much
 report iwarp env RPCRDMA_PROVIDER=iwarp ./handler held
 for provider in local iwarp; do
     report "$provider" env RPCRDMA_PROVIDER=$provider ./handler

@@ -208,6 +208,11 @@ impl Link {
         self.engine.closed().is_none() && self.device.unsent() > BACKLOG
     }
 
+    /// Whether something is queued that the peer has no room for.
+    pub(super) fn is_unsent(&self) -> bool {
+        self.engine.closed().is_none() && self.device.unsent() > 0
+    }
+
     /// Whether `next_request` would return one.
     pub(super) fn request_ready(&self) -> bool {
         self.engine.request_ready() && !self.is_behind()

@@ -272,7 +272,7 @@ impl Server {
     pub(super) fn for_loop(&mut self) -> Option<RawFd> {
         // The end of the connection is the loop's to see. So is what the peer does not take now, and a long Call that waits
         // for memory or makes others wait.
-        let watched = self.wants_write() || self.waits_for_memory().is_some() || self.pulling();
+        let watched = self.awaits_peer() || self.waits_for_memory().is_some() || self.pulling();
         (watched || self.request_ready() || self.link().is_none()).then_some(self.fd)
     }
 

@@ -291,12 +291,14 @@ impl Server {
     /// A forked child serves the connection. If its parent has ended (a daemon's), the connection is this process's from here on.
     #[cold]
     fn inherit(&mut self) {
-        self.reader = fork::generation();
+        if self.is_left_to_parent() {
+            self.reader = fork::generation();
+            self.session.inherit();
+        }
         if let Phase::Open(link) = &mut self.phase
             && link.device.claim()
         {
             self.generation = fork::generation();
-            self.session.inherit();
             log_info!("fd {}: the parent has ended: the connection is this process's", self.fd);
         }
     }
@@ -463,7 +465,7 @@ impl Server {
 
     /// Whether the descriptor tells of what comes next, or another thread looks.
     pub fn rests(&mut self) -> bool {
-        let rests = self.forked() || self.link().is_none_or(|link| link.device.rest());
+        let rests = self.is_left_to_parent() || self.link().is_none_or(|link| link.device.rest());
         rests || self.session.another_reads()
     }
 
@@ -536,6 +538,11 @@ impl Server {
             Phase::Open(link) => link.engine.closed().is_none() && link.device.wants_write(),
             Phase::Failed(_) => false,
         }
+    }
+
+    /// Whether something waits until the peer takes it: for a descriptor to become writable, or for room in memory.
+    pub fn awaits_peer(&self) -> bool {
+        self.wants_write() || matches!(&self.phase, Phase::Open(link) if link.is_unsent())
     }
 
     /// Sends what the socket takes now; closes the connection of a peer that has stopped taking anything.
@@ -808,7 +815,7 @@ impl Waits for Shared {
         };
         server.settle();
         // Its own thread does not know of this: what waits for memory, or for room in the socket, is for the loop to watch.
-        if (server.retry.is_some() || server.wants_write() || server.closed().is_some()) && !server.forked() {
+        if (server.retry.is_some() || server.awaits_peer() || server.closed().is_some()) && !server.forked() {
             server.home.leave(server.fd);
         }
         true

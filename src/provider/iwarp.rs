@@ -171,7 +171,7 @@ pub struct Iwarp {
     options: Options,
     stage: Stage,
     generation: u64,
-    /// We were forked from the process that made the connection.
+    /// We were forked from the process that the connection belongs to.
     forked: bool,
     /// This process has received something on it.
     received: bool,
@@ -762,10 +762,12 @@ impl QueuePair for Iwarp {
     }
 
     fn claim(&mut self) -> bool {
+        self.check_fork();
         // A process that has missed bytes can make nothing of what follows.
         let claimed = self.shared.received() == self.receive.total
             && self.shared.claim(|shared| self.transmit.has_numbered_last(shared));
         if claimed {
+            (self.forked, self.received) = (false, true);
             self.stream.claim();
         }
         claimed

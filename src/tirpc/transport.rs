@@ -574,15 +574,17 @@ impl Transport {
     fn tell_loop(&self) {
         let is_there = |server: &MutexGuard<'_, Server>| !server.is_left_to_parent() && !self.is_closed();
         let Some(server) = self.server().filter(is_there) else { return };
-        let (ready, unsent) = (server.request_ready() || server.forked(), server.wants_write());
+        // Of room in shared memory no descriptor tells the loop unless it has said that it waits.
+        let wants_write = server.wants_write();
+        let look = server.request_ready() || server.forked() || (server.awaits_peer() && !wants_write);
         drop(server);
         let home = &service_loop::PROGRAM;
-        if ready {
+        if look {
             home.leave(self.fd);
         }
         match home.is_mine() {
-            true if ready => wake_left(),
-            false if ready || unsent || home.has_left() => waker::ring(),
+            true if look => wake_left(),
+            false if look || wants_write || home.has_left() => waker::ring(),
             _ => {}
         }
     }

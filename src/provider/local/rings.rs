@@ -289,12 +289,9 @@ impl Rings {
     }
 
     /// Says that this end waits. False if there is something to do already. What has woken us is left in the socket: the
-    /// caller may not be the one that it has to wake.
+    /// caller may not be the one that it has to wake. A process that was forked wakes the one that it was forked from too.
     pub fn rest(&mut self) -> bool {
         self.busy = false;
-        if self.is_forked() {
-            return true;
-        }
         self.may_sleep(BY_BYTE)
     }
 

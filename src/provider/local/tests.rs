@@ -202,10 +202,26 @@ fn a_child_that_was_forked_leaves_the_connection_to_its_parent() {
         let claimed = a.claim();
         // It answers what its parent has taken.
         send(&mut b, b"reply");
-        a.rest() && !claimed
+        !claimed
     });
     assert!(child.succeeded());
     assert_eq!(message(next(&mut a).unwrap()), b"reply");
+}
+
+#[test]
+fn a_child_that_reads_says_that_it_waits_though_its_parent_was_looking_without_a_pause() {
+    let (_sockets, [mut b, mut a]) = shared();
+    a.post_recv(sink(100));
+    assert!(a.spin());
+    let child = fork::testing::fork(|| {
+        assert!(a.poll().unwrap().is_none());
+        assert!(a.rest());
+        send(&mut b, b"call");
+        // It has something to do now.
+        let told = wait::until(a.fd(), wait::IN, Some(Duration::ZERO), None).unwrap();
+        told && !a.rest() && message(next(&mut a).unwrap()) == b"call"
+    });
+    assert!(child.succeeded());
 }
 
 // ----------------------------------------------------------------------------------------------------------- outboxes

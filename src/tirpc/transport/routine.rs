@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use super::{Transport, Unanswered, pull_next, transport};
 use crate::config;
 use crate::connection::RequestId;
+use crate::driver::service_loop;
 use crate::error::{Error, Kind};
 use crate::ffi::{guard, guard_in_steps, step};
 use crate::stats::{self, Counter};
@@ -284,7 +285,7 @@ impl Reply {
         responder.end(&loans);
         own.watch_progress();
         // In another thread, the routine may have returned while the reply waited for its peer.
-        if put_off || !crate::driver::service_loop::PROGRAM.is_mine() && own.state().open.is_empty() {
+        if put_off || !service_loop::PROGRAM.is_mine() && own.state().open.is_empty() {
             own.tell_loop();
         }
         match sent {

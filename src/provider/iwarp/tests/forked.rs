@@ -114,7 +114,10 @@ fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
                 // Of two processes that inherit it, only the first gets it.
                 let claimed = qp.claim();
                 let other = fork::testing::fork(|| qp.claim()).succeeded();
-                theirs.write_all(&[u8::from(claimed), u8::from(other)]).unwrap();
+                // What is its own it may end.
+                qp.close();
+                let ended = matches!(socket::peek(qp.fd()), Ok(None));
+                theirs.write_all(&[claimed, other, ended].map(u8::from)).unwrap();
                 true
             });
             if sent_after {
@@ -124,9 +127,9 @@ fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
             true
         });
         assert!(parent.succeeded());
-        let mut claimed = [9; 2];
+        let mut claimed = [9; 3];
         ours.read_exact(&mut claimed).unwrap();
-        assert_eq!(claimed, [u8::from(!sent_after), 0]);
+        assert_eq!(claimed, [!sent_after, false, !sent_after].map(u8::from));
     }
     // A process that has missed bytes can make nothing of what follows, whichever process it is.
     let mut bench = Bench::responder();

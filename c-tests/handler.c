@@ -6,6 +6,7 @@
 #include <err.h>
 #include <netconfig.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <pthread.h>
 #include <rpc/rpc.h>
 #include <rpcrdma.h>
@@ -28,7 +29,7 @@
             errx(1, "handler: line %d: " #so, __LINE__);  \
     } while (0)
 
-enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, EXIT, HOLD, DAEMON, IS_OPEN, END, FORKS = 2000, ROUNDS = 10, THREADS = 8 };
+enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, EXIT, HOLD, DAEMON, IS_OPEN, END, DAEMON_ALONE, COUNT, FORKS = 2000, ROUNDS = 10, THREADS = 8 };
 
 static bool_t xdr_nothing(XDR *xdr, ...)
 {
@@ -91,6 +92,14 @@ ssize_t sendmsg(int fd, const struct msghdr *message, int flags)
     return syscall(SYS_sendmsg, fd, message, flags);
 }
 
+static void become_daemon(void)
+{
+    if (fork() != 0)
+        _exit(0);
+    /* Also if the test fails. */
+    alarm(120);
+}
+
 static void serve(struct svc_req *request, SVCXPRT *xprt)
 {
     if (request->rq_proc == USE_HEAP) {
@@ -118,6 +127,7 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     static struct stat held;
     struct stat now;
     bool_t is_open = FALSE;
+    u_int watched = 0;
     switch (request->rq_proc) {
     case HOLD:
         fd = xprt->xp_fd;
@@ -126,9 +136,16 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         break;
     case DAEMON:
         REQUIRE(sem_wait(&is_in_send) == 0);
-        if (fork() != 0)
-            _exit(0);
+        become_daemon();
         break;
+    case DAEMON_ALONE:
+        become_daemon();
+        break;
+    case COUNT:
+        for (int number = 0; number < FD_SETSIZE; number++)
+            watched += FD_ISSET(number, &svc_fdset) != 0;
+        REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&watched));
+        return;
     case IS_OPEN:
         is_open = fstat(fd, &now) == 0 && now.st_ino == held.st_ino;
         REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_bool, (char *)&is_open));
@@ -184,6 +201,38 @@ static void held(const struct netconfig *netconfig, struct netbuf *to)
     puts("ok    a daemon ends a connection that a thread of its parent was sending over");
 }
 
+/* Servers made by rpcgen count what is in svc_fdset to find out whether they are idle: here a listener and a connection, when what
+ * its start was watched for is no longer there. */
+static void count(CLIENT *client)
+{
+    struct timeval patient = {60, 0};
+    u_int watched = 0;
+    for (int i = 0; i < 5000 && watched != 2; i++) {
+        REQUIRE(clnt_call(client, COUNT, xdr_nothing, NULL, (xdrproc_t)xdr_u_int, (char *)&watched, patient) == RPC_SUCCESS);
+        poll(NULL, 0, 1);
+    }
+    if (watched != 2)
+        errx(1, "handler: %u descriptors in svc_fdset", watched);
+}
+
+static void alone(const struct netconfig *netconfig, struct netbuf *to)
+{
+    struct timeval patient = {60, 0}, now = {0, 0};
+    pid_t server = served();
+    CLIENT *client = clnt_tli_create(RPC_ANYFD, netconfig, to, PROG, VERS, 0, 0);
+    REQUIRE(client != NULL);
+    count(client);
+    REQUIRE(clnt_call(client, DAEMON_ALONE, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
+    REQUIRE(waitpid(server, NULL, 0) == server);
+    count(client);
+    clnt_call(client, END, xdr_nothing, NULL, xdr_nothing, NULL, now);
+    /* It has ended when its connection has. */
+    while (clnt_call(client, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS)
+        ;
+    clnt_destroy(client);
+    puts("ok    a daemon serves a connection that it has inherited");
+}
+
 int main(int argc, char **argv)
 {
     int is_held = argc > 1 && strcmp(argv[1], "held") == 0;
@@ -200,6 +249,7 @@ int main(int argc, char **argv)
         held(netconfig, &to);
         return 0;
     }
+    alone(netconfig, &to);
     struct timeval patient = {120, 0};
     pid_t server = served();
     CLIENT *client = clnt_tli_create(RPC_ANYFD, netconfig, &to, PROG, VERS, 0, 0);

@@ -238,6 +238,19 @@ pub(super) mod waker {
                 self.registered = true;
                 // SAFETY: complete.
                 unsafe { xprt_register(self.xprt) }?;
+                if in_svc_run() {
+                    self.hide()?;
+                }
+            }
+            Ok(())
+        }
+
+        /// Programs made by rpcgen count what is in this set to find out whether they are idle; svc_run does not look at it.
+        fn hide(&self) -> Result<(), Error> {
+            let set = library()?.svc_fdset;
+            if usize::try_from(self.set.fd()).is_ok_and(|fd| fd < libc::FD_SETSIZE) {
+                // SAFETY: libtirpc's own variable, written as its users do to remove a descriptor; the number fits.
+                unsafe { libc::FD_CLR(self.set.fd(), set) };
             }
             Ok(())
         }
@@ -270,17 +283,10 @@ pub(super) mod waker {
                 // SAFETY: complete.
                 waker.registered = unsafe { xprt_register_beside(waker.xprt) }?;
             }
-            Ok((waker.set.fd(), library()?.svc_fdset))
+            waker.hide()
         });
-        match registered {
-            // Programs made by rpcgen count what is in this set to find out whether they are idle; the loop does not look
-            // at it.
-            Ok((fd, set)) if usize::try_from(fd).is_ok_and(|fd| fd < libc::FD_SETSIZE) => {
-                // SAFETY: libtirpc's own variable, written as its users do to remove a descriptor; the number fits.
-                unsafe { libc::FD_CLR(fd, set) };
-            }
-            Ok(_) => {}
-            Err(error) => log_warn!("svc_run serves no calls back that begin from now on: {error}"),
+        if let Err(error) = registered {
+            log_warn!("svc_run serves no calls back that begin from now on: {error}");
         }
     }
 

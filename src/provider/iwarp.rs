@@ -786,7 +786,8 @@ impl QueuePair for Iwarp {
     }
 
     fn rest(&mut self) -> bool {
-        if self.failed.is_some() || !matches!(self.stage, Stage::Open) {
+        let is_another_ones = || matches!(self.may_receive(), Ok(false));
+        if self.failed.is_some() || !matches!(self.stage, Stage::Open) || is_another_ones() {
             return true;
         }
         !self.stream.is_shared() || self.has_nothing_to_do() && self.stream.rest()

@@ -116,10 +116,13 @@ impl Iwarp {
         }
     }
 
-    /// Whether this process is the one that receives.
+    /// Whether this process is the one that receives. It is an error if another one was, and has ended.
     pub(super) fn may_receive(&self) -> Result<bool, End> {
         match (self.shared.received() == self.receive.total, self.forked) {
             (true, _) => Ok(true),
+            (false, true) if self.shared.is_orphaned() => {
+                Err(End::Lost(lost("the process that has read from this connection has ended")))
+            }
             (false, true) => Ok(false),
             (false, false) => Err(End::Lost(lost("a forked process has read from this connection"))),
         }

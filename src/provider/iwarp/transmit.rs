@@ -90,9 +90,14 @@ impl Shared {
             return true;
         }
         // Of several children, only one takes over.
-        fork::process_gone(caller as u32)
+        self.is_orphaned()
             && may(self)
             && self.words.word(Shared::CALLER).compare_exchange(caller, us, Relaxed, Relaxed).is_ok()
+    }
+
+    /// Whether the process that made the calls has ended, and no other one has taken over.
+    pub(super) fn is_orphaned(&self) -> bool {
+        fork::process_gone(self.get(Shared::CALLER) as u32)
     }
 
     /// Takes the number of the next message of a queue.

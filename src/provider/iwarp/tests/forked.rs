@@ -92,6 +92,36 @@ fn whoever_reads_first_after_a_fork_goes_on_reading_and_the_other_notices() {
 }
 
 #[test]
+fn a_child_gives_up_a_connection_from_which_a_process_has_read_that_has_ended() {
+    let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+    let parent = fork::testing::fork(|| {
+        let (mut to_child, mut to_parent) = UnixStream::pair().unwrap();
+        let mut bench = Bench::responder();
+        bench.qp.post_recv(sink(10));
+        let (parent, qp) = (fork::process_id(), &mut bench.qp);
+        let _child = fork::testing::fork(|| {
+            to_parent.read_exact(&mut [0]).unwrap();
+            let is_parents = drain(qp).unwrap().is_empty() && qp.rest();
+            to_parent.write_all(&[0]).unwrap();
+            while !fork::process_gone(parent) {
+                std::thread::yield_now();
+            }
+            let is_lost = drain(qp).is_err_and(|error| error.kind() == Kind::ConnectionLost);
+            theirs.write_all(&[is_parents, is_lost].map(u8::from)).unwrap();
+            true
+        });
+        assert_eq!(bench.give(&untagged(SEND, b"x")).unwrap().len(), 1);
+        to_child.write_all(&[0]).unwrap();
+        to_child.read_exact(&mut [0]).unwrap();
+        true
+    });
+    assert!(parent.succeeded());
+    let mut found = [9; 2];
+    ours.read_exact(&mut found).unwrap();
+    assert_eq!(found, [1, 1]);
+}
+
+#[test]
 fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
     let sends =
         |qp: &mut Iwarp| qp.post(WorkRequest::Send { gather: smallvec![region(b"x")], invalidate: None });

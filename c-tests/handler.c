@@ -29,7 +29,7 @@
             errx(1, "handler: line %d: " #so, __LINE__);  \
     } while (0)
 
-enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, EXIT, HOLD, DAEMON, IS_OPEN, END, DAEMON_ALONE, COUNT, FORKS = 2000, ROUNDS = 10, THREADS = 8 };
+enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, EXIT, HOLD, DAEMON, IS_OPEN, END, DAEMON_ALONE, COUNT, SEND_SLOWLY, CHECK_MASK, FORKS = 2000, ROUNDS = 10, THREADS = 8 };
 
 static bool_t xdr_nothing(XDR *xdr, ...)
 {
@@ -67,16 +67,20 @@ static void *keeps_forking(void *unused)
     return NULL;
 }
 
+/* For how many milliseconds a thread stays in its next send; or -1, for ever. */
 static __thread int stays_in_send;
 static sem_t is_in_send;
 
 static void stay(void)
 {
-    if (!stays_in_send)
+    int stays = stays_in_send;
+    stays_in_send = 0;
+    if (stays == 0)
         return;
     sem_post(&is_in_send);
-    for (;;)
-        pause();
+    do
+        poll(NULL, 0, stays);
+    while (stays < 0);
 }
 
 /* The library's calls come here. */
@@ -90,6 +94,34 @@ ssize_t sendmsg(int fd, const struct msghdr *message, int flags)
 {
     stay();
     return syscall(SYS_sendmsg, fd, message, flags);
+}
+
+/* Stays in it longer than a child waits for a lock that a thread of its parent may have. */
+static void *sends_slowly(void *xprt)
+{
+    stays_in_send = 300;
+    REQUIRE(svc_sendreply(xprt, xdr_nothing, NULL));
+    return NULL;
+}
+
+/* In how many of two threads that the library has started, or in this one, a child has SIGTERM blocked. */
+static pthread_t serving;
+static sem_t is_checked;
+
+static u_int check_mask(void)
+{
+    int status;
+    sigset_t mask;
+    if (pthread_equal(pthread_self(), serving)) {
+        REQUIRE(sem_wait(&is_checked) == 0);
+        return 0;
+    }
+    pid_t child = fork();
+    if (child == 0)
+        _exit(pthread_sigmask(SIG_BLOCK, NULL, &mask) != 0 || sigismember(&mask, SIGTERM));
+    REQUIRE(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status));
+    REQUIRE(sem_post(&is_checked) == 0);
+    return WEXITSTATUS(status);
 }
 
 static void become_daemon(void)
@@ -126,13 +158,14 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     static int fd;
     static struct stat held;
     struct stat now;
+    pthread_t thread;
     bool_t is_open = FALSE;
     u_int watched = 0;
     switch (request->rq_proc) {
     case HOLD:
         fd = xprt->xp_fd;
         REQUIRE(fstat(fd, &held) == 0);
-        stays_in_send = 1;
+        stays_in_send = -1;
         break;
     case DAEMON:
         REQUIRE(sem_wait(&is_in_send) == 0);
@@ -141,6 +174,14 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     case DAEMON_ALONE:
         become_daemon();
         break;
+    case SEND_SLOWLY:
+        REQUIRE(pthread_create(&thread, NULL, sends_slowly, xprt) == 0 && pthread_detach(thread) == 0);
+        REQUIRE(sem_wait(&is_in_send) == 0);
+        return;
+    case CHECK_MASK:
+        watched = check_mask();
+        REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&watched));
+        return;
     case COUNT:
         for (int number = 0; number < FD_SETSIZE; number++)
             watched += FD_ISSET(number, &svc_fdset) != 0;
@@ -233,6 +274,56 @@ static void alone(const struct netconfig *netconfig, struct netbuf *to)
     puts("ok    a daemon serves a connection that it has inherited");
 }
 
+/* The loop waits for a lock that a thread of its own process holds. */
+static void slowly(const struct netconfig *netconfig, struct netbuf *to)
+{
+    struct timeval patient = {60, 0}, now = {0, 0};
+    REQUIRE(sem_init(&is_in_send, 0, 0) == 0);
+    pid_t server = served();
+    CLIENT *client = clnt_tli_create(RPC_ANYFD, netconfig, to, PROG, VERS, 0, 0);
+    REQUIRE(client != NULL);
+    REQUIRE(clnt_call(client, DAEMON_ALONE, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
+    REQUIRE(waitpid(server, NULL, 0) == server);
+    REQUIRE(clnt_call(client, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
+    enum clnt_stat status = clnt_call(client, SEND_SLOWLY, xdr_nothing, NULL, xdr_nothing, NULL, patient);
+    clnt_call(client, END, xdr_nothing, NULL, xdr_nothing, NULL, now);
+    while (clnt_call(client, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS)
+        ;
+    if (status != RPC_SUCCESS)
+        errx(1, "handler: a reply of a daemon's thread: %s", clnt_sperrno(status));
+    clnt_destroy(client);
+    puts("ok    a daemon waits for its own threads");
+}
+
+static void *checks_mask(void *to)
+{
+    struct timeval patient = {60, 0};
+    u_int blocked = 9;
+    CLIENT *client = clnt_tli_create(RPC_ANYFD, getnetconfigent("rdma"), to, PROG, VERS, 0, 0);
+    REQUIRE(client != NULL);
+    REQUIRE(clnt_call(client, CHECK_MASK, xdr_nothing, NULL, (xdrproc_t)xdr_u_int, (char *)&blocked, patient) == RPC_SUCCESS);
+    REQUIRE(blocked == 0);
+    clnt_destroy(client);
+    return NULL;
+}
+
+static void masked(struct netbuf *to)
+{
+    pthread_t one, other;
+    REQUIRE(sem_init(&is_checked, 0, 0) == 0);
+    pid_t server = fork();
+    if (server == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        serving = pthread_self();
+        REQUIRE(rpcrdma_svc_run(2));
+        _exit(0);
+    }
+    REQUIRE(server > 0 && pthread_create(&one, NULL, checks_mask, to) == 0 && pthread_create(&other, NULL, checks_mask, to) == 0);
+    REQUIRE(pthread_join(one, NULL) == 0 && pthread_join(other, NULL) == 0);
+    REQUIRE(kill(server, SIGKILL) == 0 && waitpid(server, NULL, 0) == server);
+    puts("ok    a child has the signal mask of its program, whichever thread has forked it");
+}
+
 int main(int argc, char **argv)
 {
     int is_held = argc > 1 && strcmp(argv[1], "held") == 0;
@@ -247,6 +338,8 @@ int main(int argc, char **argv)
     struct netbuf to = {sizeof address, sizeof address, &address};
     if (is_held) {
         held(netconfig, &to);
+        slowly(netconfig, &to);
+        masked(&to);
         return 0;
     }
     alone(netconfig, &to);

@@ -254,10 +254,11 @@ pub trait QueuePair: Send {
         Ok(())
     }
 
-    /// Whether this process may make calls on the connection, which other processes may have too, by fork(2): it made the
-    /// connection, or the process that did has ended and left the connection as it was at the fork. False as well when
-    /// another process has taken over the calls.
-    fn claim(&mut self) -> bool {
+    /// Whether the connection, which other processes may have too, by fork(2), is this process's: it made the connection, or the
+    /// process that did has ended and has read nothing from it since the fork; nor has any process sent anything since, unless
+    /// this end only `answers`, and has no calls that those processes would know. False as well when another process has taken
+    /// the connection over.
+    fn claim(&mut self, _answers: bool) -> bool {
         true
     }
 

@@ -63,6 +63,28 @@ impl Drop for BlockedSignals {
     }
 }
 
+/// The signal mask of the calling thread.
+pub fn mask() -> SignalMask {
+    let mut own = MaybeUninit::<libc::sigset_t>::zeroed();
+    // SAFETY: `own` is writable, and nothing is changed.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, std::ptr::null(), own.as_mut_ptr()) };
+    // SAFETY: a sigset_t is plain integers: the zeroed one was valid even had nothing been written.
+    SignalMask(unsafe { own.assume_init() })
+}
+
+/// Gives the calling thread this mask if all of its signals are blocked, and otherwise leaves them as they are. A handler of
+/// pthread_atfork(3) may call it.
+pub fn lift(lifted: &SignalMask) {
+    let own = mask();
+    // SAFETY: a whole set, and numbers of signals.
+    let is_blocked = |signal| unsafe { libc::sigismember(own.as_ptr(), signal) } == 1;
+    let mut all = (1..libc::SIGSYS).chain(libc::SIGRTMIN()..=libc::SIGRTMAX());
+    if all.all(|signal| matches!(signal, libc::SIGKILL | libc::SIGSTOP) || is_blocked(signal)) {
+        // SAFETY: a whole set; the old one is not asked for.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, lifted.as_ptr(), std::ptr::null_mut()) };
+    }
+}
+
 /// Runs `work` of the program under the signal mask that the program knows, in the middle of something that blocks
 /// signals.
 pub fn under_mask<T>(mask: &SignalMask, work: impl FnOnce() -> T) -> T {

@@ -129,7 +129,7 @@ impl Client {
                 log_info!("fd {}: connecting anew: {error}", self.fd);
                 error.clone()
             }
-            None if !state.link.device.claim() => return state.leave_to_others(),
+            None if !state.link.device.claim(false) => return state.leave_to_others(),
             None if state.link.starved() => {
                 let text = "timed-out calls hold every credit";
                 if state.session.another_reads() {
@@ -348,7 +348,7 @@ impl Waiting {
             return;
         }
         let idle = self.link.engine.is_idle();
-        if self.link.engine.closed().is_none() && !(idle && self.link.device.claim()) {
+        if self.link.engine.closed().is_none() && !(idle && self.link.device.claim(false)) {
             self.leave_to_others();
             if let Some(renewal) = &mut self.renewal {
                 renewal.parked.clear();

@@ -47,6 +47,9 @@ const PULL_RETRY: Duration = Duration::from_millis(20);
 /// the next time is gone: nothing else would ever tell.
 pub(super) const PROBE_EVERY: Duration = Duration::from_secs(30);
 
+/// How often a child that serves looks whether its parent has ended, in nanoseconds: that takes system calls.
+const CLAIM_EVERY: u64 = 10_000_000;
+
 /// How far a connection has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
@@ -89,6 +92,8 @@ pub struct Server {
     pub(super) generation: u64,
     /// Fork generation of the process that has read from it last.
     reader: u64,
+    /// When that process, a child, looks next whether its parent has ended.
+    claim_at: u64,
     /// Calls back to the client, and who waits for them.
     pub(super) session: Session,
     /// What forked children have answered.
@@ -193,6 +198,7 @@ impl Server {
             backlog: Backlog::default(),
             generation: fork::generation(),
             reader: fork::generation(),
+            claim_at: 0,
             session: Session::new(config.poll),
             answered: Arc::default(),
             left: Vec::new(),
@@ -259,7 +265,7 @@ impl Server {
             }
         }
         if self.forked() {
-            self.inherit();
+            self.inherit(now);
         }
         self.heed_children();
         let Phase::Open(link) = &mut self.phase else { return None };
@@ -290,13 +296,17 @@ impl Server {
 
     /// A forked child serves the connection. If its parent has ended (a daemon's), the connection is this process's from here on.
     #[cold]
-    fn inherit(&mut self) {
+    fn inherit(&mut self, now: u64) {
         if self.is_left_to_parent() {
-            self.reader = fork::generation();
+            (self.reader, self.claim_at) = (fork::generation(), now);
             self.session.inherit();
         }
+        if now < self.claim_at {
+            return;
+        }
+        self.claim_at = now + CLAIM_EVERY;
         if let Phase::Open(link) = &mut self.phase
-            && link.device.claim()
+            && link.device.claim(true)
         {
             self.generation = fork::generation();
             log_info!("fd {}: the parent has ended: the connection is this process's", self.fd);

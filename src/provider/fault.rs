@@ -815,8 +815,8 @@ impl QueuePair for Fault {
         self.inner.was_read(handle)
     }
 
-    fn claim(&mut self) -> bool {
-        self.inner.claim()
+    fn claim(&mut self, answers: bool) -> bool {
+        self.inner.claim(answers)
     }
 
     fn detach(&mut self, handle: Handle) -> Result<(), Error> {

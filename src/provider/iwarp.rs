@@ -761,11 +761,11 @@ impl QueuePair for Iwarp {
         }
     }
 
-    fn claim(&mut self) -> bool {
+    fn claim(&mut self, answers: bool) -> bool {
         self.check_fork();
         // A process that has missed bytes can make nothing of what follows.
         let claimed = self.shared.received() == self.receive.total
-            && self.shared.claim(|shared| self.transmit.has_numbered_last(shared));
+            && self.shared.claim(|shared| answers || self.transmit.has_numbered_last(shared));
         if claimed {
             (self.forked, self.received) = (false, true);
             self.stream.claim();

@@ -185,8 +185,8 @@ impl QueuePair for ToyPair {
         self.inner.probe()
     }
 
-    fn claim(&mut self) -> bool {
-        self.inner.claim()
+    fn claim(&mut self, answers: bool) -> bool {
+        self.inner.claim(answers)
     }
 
     fn fd(&self) -> RawFd {

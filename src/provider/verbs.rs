@@ -558,7 +558,7 @@ impl QueuePair for Verbs {
     }
 
     /// Only the process that made it, even when that one has ended: nobody else can use what belongs to a device.
-    fn claim(&mut self) -> bool {
+    fn claim(&mut self, _: bool) -> bool {
         self.generation == fork::generation()
     }
 

@@ -32,7 +32,7 @@ use crate::error::{Error, Kind};
 use crate::ffi::{self, guard, guard_passing};
 use crate::memory::PassStage;
 use crate::per_thread::{self, Owned};
-use crate::signals::BlockedSignals;
+use crate::signals::{self, BlockedSignals, SignalMask};
 use crate::tirpc::handover::Routines;
 use crate::tirpc::idle;
 use crate::tirpc::jobs::{Place, Waits};
@@ -103,6 +103,8 @@ pub struct Threads {
     workers: Workers<Program>,
     /// How many have been named.
     named: AtomicU32,
+    /// The signal mask of the thread that called `rpcrdma_svc_run`.
+    mask: SignalMask,
     generation: u64,
 }
 
@@ -147,6 +149,8 @@ thread_local! {
     static SERVED: Owned<Arc<Transport>> = const { Owned::new() };
     /// Whether the routine that has begun last in this thread has forked.
     static HAS_FORKED: Cell<bool> = const { Cell::new(false) };
+    /// In a thread that was started here, with all signals blocked: the mask that a child of it gets.
+    static MASK: Cell<Option<SignalMask>> = const { Cell::new(None) };
 }
 
 /// The connection whose request the calling thread serves, in a thread of ours or in the program's loop.
@@ -160,15 +164,19 @@ fn served() -> Option<Arc<Transport>> {
 
 /// A transport was made for an accepted connection: its requests may be left to a forked child.
 pub fn accepted(connection: &Arc<Transport>) {
-    static WATCHED: AtomicBool = AtomicBool::new(false);
-    if !WATCHED.swap(true, Relaxed) {
-        // SAFETY: the handlers look at locks of ours, in the thread that forks, and use no heap.
-        unsafe { fork::run_at_fork(before_fork, after_fork, after_fork) };
-    }
+    watch_forks();
     let mut known = ACCEPTED.lock();
     // Without memory for this, a child forked for its requests may find a lock taken.
     if known.try_reserve(1).is_ok() {
         known.push(Accepted(connection.number(), NonNull::from(&**connection)));
+    }
+}
+
+fn watch_forks() {
+    static WATCHED: AtomicBool = AtomicBool::new(false);
+    if !WATCHED.swap(true, Relaxed) {
+        // SAFETY: the handlers look at locks of ours, in the thread that forks, and use no heap.
+        unsafe { fork::run_at_fork(before_fork, after_fork, after_fork_in_child) };
     }
 }
 
@@ -284,6 +292,18 @@ unsafe extern "C" fn after_fork() {
     });
 }
 
+/// The child's only thread is the program's now: nobody else would take its signals.
+unsafe extern "C" fn after_fork_in_child() {
+    // SAFETY: as its caller.
+    unsafe { after_fork() };
+    guard(|| {
+        if let Some(mask) = MASK.take() {
+            signals::lift(&mask);
+        }
+        Ok(())
+    });
+}
+
 /// Whether threads of this process serve its transports.
 #[inline]
 pub fn serve() -> bool {
@@ -360,7 +380,8 @@ pub fn claim(count: u32) -> Result<Arc<Threads>, Error> {
     let generation = fork::generation();
     let program = Program { routines: Routines::default(), several: count > 1, generation };
     let workers = Workers::new(count, program);
-    let own = Arc::new(Threads { count, workers, named: AtomicU32::new(0), generation });
+    let own =
+        Arc::new(Threads { count, workers, named: AtomicU32::new(0), mask: signals::mask(), generation });
     Ok(known.insert(own).clone())
 }
 
@@ -373,6 +394,7 @@ impl Threads {
     /// # Safety
     /// As libtirpc's `svc_run`; the program's routines may run in several threads at a time.
     pub unsafe fn run(self: &Arc<Self>) -> Result<(), Error> {
+        watch_forks();
         SERVE.store(self.generation + 1, Relaxed);
         pulls::serve_with(self.count);
         let (others, failed) = self.start();
@@ -578,6 +600,7 @@ extern "C" fn work(own: *mut c_void) -> *mut c_void {
         // SAFETY: what `start_one` has given to this thread alone.
         let own = unsafe { Arc::from_raw(own.cast_const().cast::<Threads>()) };
         own.name();
+        MASK.set(Some(own.mask));
         own.work();
         Ok(null_mut())
     })

@@ -87,6 +87,8 @@ pub struct Transport {
     handed_out: AtomicUsize,
     /// Fork generation of the process that made the transport.
     generation: u64,
+    /// Fork generation of the process, a child, that has found its locks free: no thread of the parent has them.
+    found_free: AtomicU64,
     /// A thread of a forked child that forks itself has waited for its locks in vain.
     in_vain: AtomicBool,
     /// The turn ([`Place`]) of the latest request that was handed out.
@@ -120,17 +122,11 @@ unsafe impl Send for Transport {}
 // SAFETY: as above; the rest is behind a lock, or atomic.
 unsafe impl Sync for Transport {}
 
-/// How long to wait for a lock that another thread holds.
-const PATIENCE: Duration = Duration::from_millis(100);
-
-fn lock_until<T>(lock: &Mutex<T>, until: Instant) -> Option<MutexGuard<'_, T>> {
-    loop {
-        match lock.try_lock() {
-            Ok(guard) => return Some(guard),
-            Err(TryLockError::Poisoned(guard)) => return Some(guard.into_inner()),
-            Err(TryLockError::WouldBlock) if Instant::now() < until => std::thread::yield_now(),
-            Err(TryLockError::WouldBlock) => return None,
-        }
+fn lock_if_free<T>(lock: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match lock.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(guard)) => Some(guard.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
     }
 }
 
@@ -275,18 +271,12 @@ impl Transport {
         own
     }
 
-    /// Whether no thread holds a lock of the connection for long: in a forked child nobody releases a lock that another thread of
-    /// the parent held, and a signal handler may have interrupted the thread that holds it.
-    pub fn is_free(&self) -> bool {
-        self.is_free_until(Instant::now() + PATIENCE)
-    }
-
     /// Whether the calling thread, which is about to fork, need not wait for locks of the connection: they are free; or the
-    /// connection is inherited, and it, or an earlier fork, has waited so long (`is_late`) that a thread of the parent may have
-    /// held one at the fork, which nobody here gives back.
+    /// connection is inherited and its locks have never been free in this process, for which it, or an earlier fork, has waited so
+    /// long (`is_late`) that a thread of the parent may have held one at the fork, which nobody here gives back.
     pub fn may_fork(&self, is_late: bool) -> bool {
-        let is_free = self.is_free_until(Instant::now()) && self.are_lent_free();
-        let in_vain = !is_free && (self.in_vain.load(Relaxed) || is_late && self.is_inherited());
+        let is_free = self.is_free() && self.are_lent_free();
+        let in_vain = !is_free && (self.in_vain.load(Relaxed) || is_late) && self.may_be_lost();
         self.in_vain.store(in_vain, Relaxed);
         is_free || in_vain
     }
@@ -295,21 +285,20 @@ impl Transport {
         self.generation != fork::generation()
     }
 
-    /// The same as [`Transport::is_free`] with a deadline.
-    fn is_free_until(&self, until: Instant) -> bool {
-        self.server.as_ref().is_none_or(|server| lock_until(server, until).is_some())
-            && lock_until(&self.state, until).is_some()
-            && lock_until(&self.parts, until).is_some()
-            && self.whole.as_ref().and_then(Weak::upgrade).is_none_or(|whole| whole.is_free_until(until))
+    /// Whether no thread holds a lock of the connection just now.
+    fn is_free(&self) -> bool {
+        self.server.as_ref().is_none_or(|server| lock_if_free(server).is_some())
+            && lock_if_free(&self.state).is_some()
+            && lock_if_free(&self.parts).is_some()
+            && self.whole.as_ref().and_then(Weak::upgrade).is_none_or(|whole| whole.is_free())
     }
 
     /// Whether a child that the calling thread is about to fork may answer a request of this connection: one that was put off and
     /// not left to another child, or `any`. Also true if another thread holds the connection just now, since nothing rules it
     /// out.
     pub fn concerns_child(&self, any: bool) -> bool {
-        let concerns = |server: &Arc<Shared>| {
-            lock_until(server, Instant::now()).is_none_or(|server| server.concerns_child(any))
-        };
+        let concerns =
+            |server: &Arc<Shared>| lock_if_free(server).is_none_or(|server| server.concerns_child(any));
         !self.closed.load(Relaxed) && self.server.as_ref().is_some_and(concerns)
     }
 
@@ -430,6 +419,7 @@ impl Transport {
                 children,
                 handed_out: AtomicUsize::new(0),
                 generation: fork::generation(),
+                found_free: AtomicU64::new(0),
                 in_vain: AtomicBool::new(false),
                 turn: AtomicU64::new(0),
                 fd,
@@ -467,8 +457,34 @@ impl Transport {
     }
 
     /// In a forked child, whether a thread of the parent held the connection at the fork: nothing can be done with it then.
+    #[inline]
     fn is_lost(&self) -> bool {
-        self.is_inherited() && !self.is_free()
+        self.may_be_lost() && !self.finds_free()
+    }
+
+    /// In a forked child, whether nobody has found its locks free yet.
+    #[inline]
+    fn may_be_lost(&self) -> bool {
+        self.is_inherited() && self.found_free.load(Relaxed) != fork::generation()
+    }
+
+    /// Looks whether its locks are free, in a child, where nobody releases one that a thread of the parent held at the fork.
+    /// Others here may be looking at the same time, or hold one for a moment; and a signal handler may have interrupted the thread
+    /// that holds it.
+    #[cold]
+    fn finds_free(&self) -> bool {
+        const PATIENCE: Duration = Duration::from_millis(100);
+        let until = Instant::now() + PATIENCE;
+        while self.may_be_lost() {
+            if self.is_free() {
+                self.found_free.store(fork::generation(), Relaxed);
+            } else if Instant::now() >= until {
+                return false;
+            } else {
+                std::thread::yield_now();
+            }
+        }
+        true
     }
 
     /// The connection, if this process has accepted it.

@@ -199,7 +199,7 @@ fn a_child_that_was_forked_leaves_the_connection_to_its_parent() {
     assert!(a.rest());
     let child = fork::testing::fork(|| {
         a.spin();
-        let claimed = a.claim();
+        let claimed = a.claim(false);
         // It answers what its parent has taken.
         send(&mut b, b"reply");
         !claimed

@@ -832,9 +832,9 @@ fn what_the_peer_takes_is_known_though_nobody_takes_what_comes() {
 #[test]
 fn a_forked_child_leaves_devices_alone_that_its_parent_has_opened() {
     let (_alone, mut verbs) = mocked(options());
-    assert!(!are_refused() && verbs.claim());
+    assert!(!are_refused() && verbs.claim(false));
     let child = fork::testing::fork(|| {
-        assert!(!verbs.claim());
+        assert!(!verbs.claim(false));
         let Err(error) = Adapters.connect(Way::Address("10.1.2.3:7".parse().unwrap()), &options(), None)
         else {
             return false;

@@ -5,9 +5,8 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Weak};
-use std::time::Instant;
 
-use super::{CALLBACK, OPS, Transport, copied, lock_until};
+use super::{CALLBACK, OPS, Transport, copied, lock_if_free};
 use crate::binding::Head;
 use crate::connection::{Fate, Request, RequestId};
 use crate::driver::{self, service_loop};
@@ -137,8 +136,8 @@ impl Transport {
 
     /// Whether no thread holds the lock of a single request whose routine runs, or has just returned.
     pub(super) fn are_lent_free(&self) -> bool {
-        let is_free = |part: Arc<Transport>| lock_until(&part.state, Instant::now()).is_some();
-        let parts = lock_until(&self.parts, Instant::now());
+        let is_free = |part: Arc<Transport>| lock_if_free(&part.state).is_some();
+        let parts = lock_if_free(&self.parts);
         parts.is_some_and(|parts| parts.lent.iter().filter_map(Weak::upgrade).all(is_free))
     }
 

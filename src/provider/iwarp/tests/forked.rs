@@ -128,8 +128,8 @@ fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
     // While the parent lives, no child gets the calls, and the parent keeps them.
     let mut bench = Bench::initiator();
     let qp = &mut bench.qp;
-    assert!(fork::testing::fork(|| !qp.claim()).succeeded());
-    assert!(bench.qp.claim());
+    assert!(fork::testing::fork(|| !qp.claim(false)).succeeded());
+    assert!(bench.qp.claim(false));
     for sent_after in [false, true] {
         let (mut ours, mut theirs) = UnixStream::pair().unwrap();
         let parent = fork::testing::fork(|| {
@@ -142,12 +142,14 @@ fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
                     std::thread::yield_now();
                 }
                 // Of two processes that inherit it, only the first gets it.
-                let claimed = qp.claim();
-                let other = fork::testing::fork(|| qp.claim()).succeeded();
+                let claimed = qp.claim(false);
+                let other = fork::testing::fork(|| qp.claim(true)).succeeded();
+                // Who only answers need not know what was sent.
+                let answers = qp.claim(true);
                 // What is its own it may end.
                 qp.close();
                 let ended = matches!(socket::peek(qp.fd()), Ok(None));
-                theirs.write_all(&[claimed, other, ended].map(u8::from)).unwrap();
+                theirs.write_all(&[claimed, answers, ended, other].map(u8::from)).unwrap();
                 true
             });
             if sent_after {
@@ -157,9 +159,9 @@ fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
             true
         });
         assert!(parent.succeeded());
-        let mut claimed = [9; 3];
-        ours.read_exact(&mut claimed).unwrap();
-        assert_eq!(claimed, [!sent_after, false, !sent_after].map(u8::from));
+        let mut found = [9; 4];
+        ours.read_exact(&mut found).unwrap();
+        assert_eq!(found, [!sent_after, true, true, sent_after].map(u8::from));
     }
     // A process that has missed bytes can make nothing of what follows, whichever process it is.
     let mut bench = Bench::responder();
@@ -167,5 +169,5 @@ fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
     bench.feed(&untagged(SEND, b"x"));
     let qp = &mut bench.qp;
     assert!(fork::testing::fork(|| drain(qp).unwrap().len() == 1).succeeded());
-    assert!(!bench.qp.claim());
+    assert!(!bench.qp.claim(false));
 }

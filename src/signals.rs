@@ -78,7 +78,7 @@ pub fn lift(lifted: &SignalMask) {
     let own = mask();
     // SAFETY: a whole set, and numbers of signals.
     let is_blocked = |signal| unsafe { libc::sigismember(own.as_ptr(), signal) } == 1;
-    let mut all = (1..libc::SIGSYS).chain(libc::SIGRTMIN()..=libc::SIGRTMAX());
+    let mut all = (1..=libc::SIGSYS).chain(libc::SIGRTMIN()..=libc::SIGRTMAX());
     if all.all(|signal| matches!(signal, libc::SIGKILL | libc::SIGSTOP) || is_blocked(signal)) {
         // SAFETY: a whole set; the old one is not asked for.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, lifted.as_ptr(), std::ptr::null_mut()) };

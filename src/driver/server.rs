@@ -486,7 +486,7 @@ impl Server {
         }
         self.heed_children();
         let Phase::Open(link) = &mut self.phase else { return None };
-        if link.device.unsent() > 0 && link.engine.closed().is_none() {
+        if link.is_unsent() {
             link.pump_on();
             // Another thread may be spinning, or this one may have been interrupted while it was.
             if !link.device.rest() {

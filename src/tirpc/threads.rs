@@ -285,18 +285,21 @@ unsafe extern "C" fn before_fork() {
 
 unsafe extern "C" fn after_fork() {
     guard(|| {
-        if fork::leave() {
-            fork::ends();
-        }
+        fork_is_over();
         Ok(())
     });
 }
 
+fn fork_is_over() {
+    if fork::leave() {
+        fork::ends();
+    }
+}
+
 /// The child's only thread is the program's now: nobody else would take its signals.
 unsafe extern "C" fn after_fork_in_child() {
-    // SAFETY: as its caller.
-    unsafe { after_fork() };
     guard(|| {
+        fork_is_over();
         if let Some(mask) = MASK.take() {
             signals::lift(&mask);
         }

@@ -205,10 +205,9 @@ check-rust: all
 	+bash tests/defaults.sh $(call as_installed,test) --profile tool -p rpcrdma-tools
 	+bash tests/defaults.sh $(CARGO) test $(FUZZ)
 
-# Replays what fuzzing has found and reached with the installed compiler, without libFuzzer and sanitizers. It has a folder of
-# its own: the library is built with another feature there.
-FUZZ = --manifest-path fuzz/Cargo.toml --no-default-features $(if $(FEATURES),,--features verbs) --locked \
-    --target-dir $(TARGET)/fuzz
+# Replays what fuzzing has found and reached with the installed compiler, without libFuzzer and sanitizers. The crates are those
+# of the library's tests, compiled once.
+FUZZ = --manifest-path fuzz/Cargo.toml --no-default-features $(if $(FEATURES),,--features verbs) --locked --target-dir $(TARGET)
 
 fuzz:
 	CARGO="$(CARGO)" bash fuzz/run.sh $(or $(SECONDS),60)

@@ -29,7 +29,7 @@
             errx(1, "handler: line %d: " #so, __LINE__);  \
     } while (0)
 
-enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, EXIT, HOLD, DAEMON, IS_OPEN, END, DAEMON_ALONE, COUNT, SEND_SLOWLY, CHECK_MASK, FORKS = 2000, ROUNDS = 10, THREADS = 8 };
+enum { PROG = 0x20004C91, VERS = 1, USE_HEAP = 1, EXIT, HOLD, DAEMON, IS_OPEN, END, DAEMON_ALONE, COUNT, SEND_SLOWLY, LEAVE_MAIN, IS_BLOCKED, FORKS = 2000, ROUNDS = 10, THREADS = 8 };
 
 static bool_t xdr_nothing(XDR *xdr, ...)
 {
@@ -104,32 +104,25 @@ static void *sends_slowly(void *xprt)
     return NULL;
 }
 
-/* In how many of two threads that the library has started, or in this one, a child has SIGTERM blocked. */
-static pthread_t serving;
-static sem_t is_checked;
-
-static u_int check_mask(void)
-{
-    int status;
-    sigset_t mask;
-    if (pthread_equal(pthread_self(), serving)) {
-        REQUIRE(sem_wait(&is_checked) == 0);
-        return 0;
-    }
-    pid_t child = fork();
-    if (child == 0)
-        _exit(pthread_sigmask(SIG_BLOCK, NULL, &mask) != 0 || sigismember(&mask, SIGTERM));
-    REQUIRE(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status));
-    REQUIRE(sem_post(&is_checked) == 0);
-    return WEXITSTATUS(status);
-}
-
 static void become_daemon(void)
 {
     if (fork() != 0)
         _exit(0);
     /* Also if the test fails. */
     alarm(120);
+}
+
+/* A thread that the library has started, not the one that called rpcrdma_svc_run, becomes a daemon. */
+static pthread_t main_thread;
+static pid_t parent;
+
+static void leave_main(void)
+{
+    if (pthread_equal(pthread_self(), main_thread))
+        for (;;)
+            pause();
+    if (getpid() == parent)
+        become_daemon();
 }
 
 static void serve(struct svc_req *request, SVCXPRT *xprt)
@@ -160,7 +153,8 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
     struct stat now;
     pthread_t thread;
     bool_t is_open = FALSE;
-    u_int watched = 0;
+    u_int watched = 0, is_blocked;
+    sigset_t mask;
     switch (request->rq_proc) {
     case HOLD:
         fd = xprt->xp_fd;
@@ -178,9 +172,13 @@ static void serve(struct svc_req *request, SVCXPRT *xprt)
         REQUIRE(pthread_create(&thread, NULL, sends_slowly, xprt) == 0 && pthread_detach(thread) == 0);
         REQUIRE(sem_wait(&is_in_send) == 0);
         return;
-    case CHECK_MASK:
-        watched = check_mask();
-        REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&watched));
+    case LEAVE_MAIN:
+        leave_main();
+        break;
+    case IS_BLOCKED:
+        REQUIRE(pthread_sigmask(SIG_BLOCK, NULL, &mask) == 0);
+        is_blocked = getpid() == parent ? 2 : (u_int)sigismember(&mask, SIGTERM);
+        REQUIRE(svc_sendreply(xprt, (xdrproc_t)xdr_u_int, (char *)&is_blocked));
         return;
     case COUNT:
         for (int number = 0; number < FD_SETSIZE; number++)
@@ -295,33 +293,32 @@ static void slowly(const struct netconfig *netconfig, struct netbuf *to)
     puts("ok    a daemon waits for its own threads");
 }
 
-static void *checks_mask(void *to)
+static void masked(const struct netconfig *netconfig, struct netbuf *to)
 {
-    struct timeval patient = {60, 0};
-    u_int blocked = 9;
-    CLIENT *client = clnt_tli_create(RPC_ANYFD, getnetconfigent("rdma"), to, PROG, VERS, 0, 0);
-    REQUIRE(client != NULL);
-    REQUIRE(clnt_call(client, CHECK_MASK, xdr_nothing, NULL, (xdrproc_t)xdr_u_int, (char *)&blocked, patient) == RPC_SUCCESS);
-    REQUIRE(blocked == 0);
-    clnt_destroy(client);
-    return NULL;
-}
-
-static void masked(struct netbuf *to)
-{
-    pthread_t one, other;
-    REQUIRE(sem_init(&is_checked, 0, 0) == 0);
+    struct timeval patient = {60, 0}, now = {0, 0};
+    u_int is_blocked = 2;
     pid_t server = fork();
     if (server == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        serving = pthread_self();
-        REQUIRE(rpcrdma_svc_run(2));
+        main_thread = pthread_self(), parent = getpid();
+        REQUIRE(rpcrdma_svc_run(3));
         _exit(0);
     }
-    REQUIRE(server > 0 && pthread_create(&one, NULL, checks_mask, to) == 0 && pthread_create(&other, NULL, checks_mask, to) == 0);
-    REQUIRE(pthread_join(one, NULL) == 0 && pthread_join(other, NULL) == 0);
-    REQUIRE(kill(server, SIGKILL) == 0 && waitpid(server, NULL, 0) == server);
-    puts("ok    a child has the signal mask of its program, whichever thread has forked it");
+    CLIENT *clients[3];
+    for (int i = 0; i < 3; i++) {
+        clients[i] = clnt_tli_create(RPC_ANYFD, netconfig, to, PROG, VERS, 0, 0);
+        REQUIRE(clients[i] != NULL);
+        REQUIRE(clnt_call(clients[i], NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
+    }
+    for (int i = 0; i < 2; i++)
+        clnt_call(clients[i], LEAVE_MAIN, xdr_nothing, NULL, xdr_nothing, NULL, now);
+    REQUIRE(waitpid(server, NULL, 0) == server);
+    REQUIRE(clnt_call(clients[2], IS_BLOCKED, xdr_nothing, NULL, (xdrproc_t)xdr_u_int, (char *)&is_blocked, patient) == RPC_SUCCESS);
+    clnt_call(clients[2], END, xdr_nothing, NULL, xdr_nothing, NULL, now);
+    if (is_blocked != 0)
+        errx(1, "handler: signals of a daemon: %u", is_blocked);
+    for (int i = 0; i < 3; i++)
+        clnt_destroy(clients[i]);
+    puts("ok    a daemon takes signals, whichever thread has forked it");
 }
 
 int main(int argc, char **argv)
@@ -339,7 +336,7 @@ int main(int argc, char **argv)
     if (is_held) {
         held(netconfig, &to);
         slowly(netconfig, &to);
-        masked(&to);
+        masked(netconfig, &to);
         return 0;
     }
     alone(netconfig, &to);

@@ -262,6 +262,12 @@ pub trait QueuePair: Send {
         true
     }
 
+    /// Whether another process has read from the connection, or has taken it over, since this one was forked, which can make
+    /// nothing of what follows.
+    fn has_missed(&mut self) -> bool {
+        false
+    }
+
     /// Becomes readable when `poll` has something to do, and writable when queued work can go on, unless
     /// [`Traits::one_event`] says otherwise.
     fn fd(&self) -> RawFd;

@@ -72,8 +72,7 @@ pub fn mask() -> SignalMask {
     SignalMask(unsafe { own.assume_init() })
 }
 
-/// Gives the calling thread this mask if all of its signals are blocked, and otherwise leaves them as they are. A handler of
-/// pthread_atfork(3) may call it.
+/// Gives the calling thread this mask if all of its signals are blocked, and otherwise leaves them as they are.
 pub fn lift(lifted: &SignalMask) {
     let own = mask();
     // SAFETY: a whole set, and numbers of signals.

@@ -1,6 +1,7 @@
 //! The calling thread: its name, its stack and what it has used. What others see of a thread. How many threads can run at a time.
 #![allow(unsafe_code)]
 
+use std::fmt;
 use std::io::{Read, Write};
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -44,19 +45,35 @@ fn read_clock(clock: libc::clockid_t) -> Option<Duration> {
 /// another thread, nor for time to pass. False also if the system does not say. Uses no heap. A child that another thread forks
 /// meanwhile may inherit an open file.
 pub fn is_at_work(id: u32) -> bool {
-    let mut path = [0; 64];
-    let mut rest = &mut path[..];
-    let written = write!(rest, "/proc/self/task/{id}/stat");
+    with_stat(format_args!("/proc/self/task/{id}/stat"), |[state, _]| matches!(state, b"R" | b"D"))
+}
+
+/// Whether a process is there only for its parent to learn of its end. Otherwise as [`is_at_work`].
+pub fn has_ended(process: i32) -> bool {
+    // The first thread may have ended before others.
+    with_stat(format_args!("/proc/{process}/stat"), |stat| matches!(stat, [b"Z" | b"X", b"1" | b"0"]))
+}
+
+/// Asks the state, and the number of threads, in a file of proc(5).
+fn with_stat(path: fmt::Arguments<'_>, ask: impl FnOnce([&[u8]; 2]) -> bool) -> bool {
+    /// How many fields there are between the two.
+    const BETWEEN: usize = 16;
+    let mut whole = [0; 64];
+    let mut rest = &mut whole[..];
+    let written = rest.write_fmt(path);
     let left = rest.len();
-    let Some(path) = written.ok().and_then(|()| std::str::from_utf8(&path[..path.len() - left]).ok()) else {
+    let Some(path) = written.ok().and_then(|()| std::str::from_utf8(&whole[..whole.len() - left]).ok())
+    else {
         return false;
     };
-    let mut stat = [0; 64];
+    let mut stat = [0; 512];
     let read = std::fs::File::open(path).and_then(|mut file| file.read(&mut stat));
     let stat = &stat[..read.unwrap_or(0)];
     // "id (name) state ...": the name, of at most 15 bytes, may contain anything.
-    let name = stat.iter().rposition(|byte| *byte == b')');
-    name.and_then(|end| stat.get(end + 2)).is_some_and(|state| matches!(state, b'R' | b'D'))
+    let fields = stat.iter().rposition(|byte| *byte == b')').and_then(|end| stat.get(end + 2..));
+    let mut fields = fields.unwrap_or_default().split(|byte| *byte == b' ');
+    let (state, threads) = (fields.next(), fields.nth(BETWEEN));
+    state.zip(threads).is_some_and(|(state, threads)| ask([state, threads]))
 }
 
 /// The number of processors that this process may use.

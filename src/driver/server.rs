@@ -301,15 +301,18 @@ impl Server {
             (self.reader, self.claim_at) = (fork::generation(), now);
             self.session.inherit();
         }
-        if now < self.claim_at {
-            return;
+        let looks = now >= self.claim_at;
+        if looks {
+            self.claim_at = now + CLAIM_EVERY;
         }
-        self.claim_at = now + CLAIM_EVERY;
-        if let Phase::Open(link) = &mut self.phase
-            && link.device.claim(true)
-        {
+        let Phase::Open(link) = &mut self.phase else { return };
+        if looks && link.device.claim(true) {
             self.generation = fork::generation();
             log_info!("fd {}: the parent has ended: the connection is this process's", self.fd);
+        } else if link.device.has_missed() {
+            // Its descriptor would report again and again what is not for this process.
+            link.fail(Error::new(Kind::ConnectionLost, "another process reads from the connection"));
+            link.drain();
         }
     }
 

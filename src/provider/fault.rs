@@ -819,6 +819,10 @@ impl QueuePair for Fault {
         self.inner.claim(answers)
     }
 
+    fn has_missed(&mut self) -> bool {
+        self.inner.has_missed()
+    }
+
     fn detach(&mut self, handle: Handle) -> Result<(), Error> {
         let mut state = self.control.state();
         if let Some(error) = state.failing("detach") {

@@ -171,8 +171,10 @@ pub struct Iwarp {
     options: Options,
     stage: Stage,
     generation: u64,
-    /// We were forked from the process that the connection belongs to.
+    /// The connection is another process's: we were forked from it, or it was forked from us and reads.
     forked: bool,
+    /// The process that it belonged to when we were forked.
+    parent: u64,
     /// This process has received something on it.
     received: bool,
     shared: Shared,
@@ -269,6 +271,7 @@ impl Iwarp {
             stage,
             generation: fork::generation(),
             forked: false,
+            parent: 0,
             received: true,
             shared: Shared::new()?,
             receive: Receive::new(),
@@ -441,13 +444,14 @@ impl Iwarp {
         drop(sent);
     }
 
-    /// Notices that this process is a forked child: what was queued is the parent's to send.
+    /// Notices that this process is a forked child.
     fn check_fork(&mut self) {
         let generation = fork::generation();
         if generation != self.generation {
             self.generation = generation;
             (self.forked, self.received) = (true, false);
-            self.transmit.clear();
+            self.parent = self.shared.caller();
+            self.transmit.leave_to_parent();
             self.tokens = Tokens::default();
         }
     }
@@ -764,13 +768,20 @@ impl QueuePair for Iwarp {
     fn claim(&mut self, answers: bool) -> bool {
         self.check_fork();
         // A process that has missed bytes can make nothing of what follows.
-        let claimed = self.shared.received() == self.receive.total
-            && self.shared.claim(|shared| answers || self.transmit.has_numbered_last(shared));
+        let has_all = |shared: &Shared| shared.received() == self.receive.total;
+        let may = |shared: &Shared| has_all(shared) && (answers || self.transmit.has_numbered_last(shared));
+        let claimed = has_all(&self.shared) && self.shared.claim(may);
         if claimed {
             (self.forked, self.received) = (false, true);
+            self.transmit.take_over(&self.shared);
             self.stream.claim();
         }
         claimed
+    }
+
+    fn has_missed(&mut self) -> bool {
+        self.check_fork();
+        self.forked && !matches!(self.may_receive(), Ok(true))
     }
 
     fn fd(&self) -> RawFd {
@@ -786,8 +797,7 @@ impl QueuePair for Iwarp {
     }
 
     fn rest(&mut self) -> bool {
-        let is_another_ones = || matches!(self.may_receive(), Ok(false));
-        if self.failed.is_some() || !matches!(self.stage, Stage::Open) || is_another_ones() {
+        if self.failed.is_some() || !matches!(self.stage, Stage::Open) || self.has_missed() {
             return true;
         }
         !self.stream.is_shared() || self.has_nothing_to_do() && self.stream.rest()

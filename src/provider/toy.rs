@@ -189,6 +189,10 @@ impl QueuePair for ToyPair {
         self.inner.claim(answers)
     }
 
+    fn has_missed(&mut self) -> bool {
+        self.inner.has_missed()
+    }
+
     fn fd(&self) -> RawFd {
         self.inner.fd()
     }

@@ -149,8 +149,6 @@ thread_local! {
     static SERVED: Owned<Arc<Transport>> = const { Owned::new() };
     /// Whether the routine that has begun last in this thread has forked.
     static HAS_FORKED: Cell<bool> = const { Cell::new(false) };
-    /// In a thread that was started here, with all signals blocked: the mask that a child of it gets.
-    static MASK: Cell<Option<SignalMask>> = const { Cell::new(None) };
 }
 
 /// The connection whose request the calling thread serves, in a thread of ours or in the program's loop.
@@ -164,19 +162,15 @@ fn served() -> Option<Arc<Transport>> {
 
 /// A transport was made for an accepted connection: its requests may be left to a forked child.
 pub fn accepted(connection: &Arc<Transport>) {
-    watch_forks();
+    static WATCHED: AtomicBool = AtomicBool::new(false);
+    if !WATCHED.swap(true, Relaxed) {
+        // SAFETY: the handlers look at locks of ours, in the thread that forks, and use no heap.
+        unsafe { fork::run_at_fork(before_fork, after_fork, after_fork) };
+    }
     let mut known = ACCEPTED.lock();
     // Without memory for this, a child forked for its requests may find a lock taken.
     if known.try_reserve(1).is_ok() {
         known.push(Accepted(connection.number(), NonNull::from(&**connection)));
-    }
-}
-
-fn watch_forks() {
-    static WATCHED: AtomicBool = AtomicBool::new(false);
-    if !WATCHED.swap(true, Relaxed) {
-        // SAFETY: the handlers look at locks of ours, in the thread that forks, and use no heap.
-        unsafe { fork::run_at_fork(before_fork, after_fork, after_fork_in_child) };
     }
 }
 
@@ -285,23 +279,8 @@ unsafe extern "C" fn before_fork() {
 
 unsafe extern "C" fn after_fork() {
     guard(|| {
-        fork_is_over();
-        Ok(())
-    });
-}
-
-fn fork_is_over() {
-    if fork::leave() {
-        fork::ends();
-    }
-}
-
-/// The child's only thread is the program's now: nobody else would take its signals.
-unsafe extern "C" fn after_fork_in_child() {
-    guard(|| {
-        fork_is_over();
-        if let Some(mask) = MASK.take() {
-            signals::lift(&mask);
+        if fork::leave() {
+            fork::ends();
         }
         Ok(())
     });
@@ -397,7 +376,6 @@ impl Threads {
     /// # Safety
     /// As libtirpc's `svc_run`; the program's routines may run in several threads at a time.
     pub unsafe fn run(self: &Arc<Self>) -> Result<(), Error> {
-        watch_forks();
         SERVE.store(self.generation + 1, Relaxed);
         pulls::serve_with(self.count);
         let (others, failed) = self.start();
@@ -476,6 +454,8 @@ impl Threads {
     fn work(&self) {
         self.workers.work();
         if self.generation != fork::generation() {
+            // Nobody else takes the child's signals.
+            signals::lift(&self.mask);
             // SAFETY: as the caller of `run`, in the only thread there is.
             unsafe { run::run() };
         }
@@ -603,7 +583,6 @@ extern "C" fn work(own: *mut c_void) -> *mut c_void {
         // SAFETY: what `start_one` has given to this thread alone.
         let own = unsafe { Arc::from_raw(own.cast_const().cast::<Threads>()) };
         own.name();
-        MASK.set(Some(own.mask));
         own.work();
         Ok(null_mut())
     })

@@ -793,6 +793,9 @@ impl Transport {
 
 impl Watched for Transport {
     fn wake(&self, crowded: bool) {
+        if self.is_lost() {
+            return;
+        }
         let Some(mut server) = self.server() else { return };
         if crowded {
             server.give_way();

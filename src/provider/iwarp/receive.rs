@@ -116,15 +116,18 @@ impl Iwarp {
         }
     }
 
-    /// Whether this process is the one that receives. It is an error if another one was, and has ended.
-    pub(super) fn may_receive(&self) -> Result<bool, End> {
+    /// Whether this process is the one that receives. One that has missed bytes never will again.
+    pub(super) fn may_receive(&mut self) -> Result<bool, End> {
         match (self.shared.received() == self.receive.total, self.forked) {
-            (true, _) => Ok(true),
-            (false, true) if self.shared.is_orphaned() => {
-                Err(End::Lost(lost("the process that has read from this connection has ended")))
-            }
+            (true, false) => Ok(true),
+            // Unless another child has taken over.
+            (true, true) => Ok(self.shared.caller() == self.parent),
             (false, true) => Ok(false),
-            (false, false) => Err(End::Lost(lost("a forked process has read from this connection"))),
+            (false, false) => {
+                // The connection goes on there.
+                self.forked = true;
+                Err(End::Lost(lost("a forked process has read from this connection")))
+            }
         }
     }
 

@@ -84,20 +84,26 @@ impl Shared {
 
     /// Whether this process makes the calls on the connection: it does already, or `may` lets it take over from a process
     /// that has ended.
-    pub(super) fn claim(&self, may: impl FnOnce(&Shared) -> bool) -> bool {
+    pub(super) fn claim(&self, may: impl Fn(&Shared) -> bool) -> bool {
         let (caller, us) = (self.get(Shared::CALLER), u64::from(fork::process_id()));
         if caller == us {
             return true;
         }
-        // Of several children, only one takes over.
-        self.is_orphaned()
+        // Of several children, only one takes over, and none whose sibling has begun to read.
+        let takes =
+            |from, to| self.words.word(Shared::CALLER).compare_exchange(from, to, SeqCst, Relaxed).is_ok();
+        fork::process_gone(caller as u32)
             && may(self)
-            && self.words.word(Shared::CALLER).compare_exchange(caller, us, Relaxed, Relaxed).is_ok()
+            && takes(caller, us)
+            && (may(self) || {
+                takes(us, caller);
+                false
+            })
     }
 
-    /// Whether the process that made the calls has ended, and no other one has taken over.
-    pub(super) fn is_orphaned(&self) -> bool {
-        fork::process_gone(self.get(Shared::CALLER) as u32)
+    /// The process that the connection belongs to.
+    pub(super) fn caller(&self) -> u64 {
+        self.get(Shared::CALLER)
     }
 
     /// Takes the number of the next message of a queue.
@@ -245,6 +251,13 @@ pub(super) struct Read {
     pub(super) done: u32,
 }
 
+impl Read {
+    /// Gives up a sink that was lent.
+    fn take_back(&mut self) {
+        self.sink = self.sink.take().filter(|sink| !sink.is_lent());
+    }
+}
+
 /// A Read Response that we owe the peer.
 struct Response {
     request: ReadRequest,
@@ -308,8 +321,10 @@ pub(super) struct Transmit {
     unsent: usize,
     /// Sends in `queue`.
     sends_queued: usize,
-    /// Sends that were numbered in this process, or in the one that it was forked from.
-    sends: u32,
+    /// Sends and Reads that were numbered in this process, or in the one that it was forked from.
+    numbered: [u32; 2],
+    /// Reads that the latter had not begun at the fork.
+    left: VecDeque<Read>,
     empty: Arc<[Region]>,
     /// Whether the socket (or another process) keeps us from sending.
     pub(super) blocked: bool,
@@ -341,7 +356,8 @@ impl Transmit {
             own_last: false,
             unsent: 0,
             sends_queued: 0,
-            sends: 0,
+            numbered: [0; 2],
+            left: VecDeque::new(),
             empty: Arc::from([]),
             blocked: false,
             sent: 0,
@@ -445,8 +461,13 @@ impl Transmit {
 
     /// The number of the next Send.
     fn number_send(&mut self, shared: &Shared) -> u32 {
-        self.sends = self.sends.wrapping_add(1);
-        shared.take_msn(ddp::SEND_QUEUE)
+        self.number(shared, ddp::SEND_QUEUE)
+    }
+
+    fn number(&mut self, shared: &Shared, queue: u32) -> u32 {
+        let numbered = &mut self.numbered[queue as usize];
+        *numbered = numbered.wrapping_add(1);
+        shared.take_msn(queue)
     }
 
     /// Queues the response to a request; `bytes` is what it asked for.
@@ -486,7 +507,11 @@ impl Transmit {
 
     /// Whether no other process has sent anything that we do not know of.
     pub(super) fn has_numbered_last(&self, shared: &Shared) -> bool {
-        shared.get(Shared::MSN) as u32 == self.sends.wrapping_add(1)
+        self.has_last_number(shared, ddp::SEND_QUEUE)
+    }
+
+    fn has_last_number(&self, shared: &Shared, queue: u32) -> bool {
+        shared.get(Shared::MSN + queue as usize) as u32 == self.numbered[queue as usize].wrapping_add(1)
     }
 
     /// Whether the stream stands inside an FPDU of ours.
@@ -506,8 +531,31 @@ impl Transmit {
         self.current.is_none() && self.queue.is_empty() && self.responses.is_empty()
     }
 
-    /// Forgets everything: the connection is over, or the work belongs to the process that we were forked from.
+    /// Leaves what is to be sent to the process that we were forked from. The responses to its Reads come to whichever process
+    /// reads; and what it has not begun it may never begin.
+    pub(super) fn leave_to_parent(&mut self) {
+        let [mut outstanding, mut left] = [&mut self.outstanding, &mut self.left].map(std::mem::take);
+        left.append(&mut self.stalled);
+        left.extend(self.queue.drain(..).filter_map(|work| match work {
+            Work::Read(read) => Some(read),
+            Work::Send { .. } | Work::Write { .. } => None,
+        }));
+        outstanding.iter_mut().chain(&mut left).for_each(Read::take_back);
+        self.clear();
+        (self.outstanding, self.left) = (outstanding, left);
+    }
+
+    /// That process has ended. Queues the Reads that no process has begun.
+    pub(super) fn take_over(&mut self, shared: &Shared) {
+        let left = std::mem::take(&mut self.left);
+        if self.has_last_number(shared, ddp::READ_QUEUE) {
+            left.into_iter().for_each(|read| self.post(Work::Read(read)));
+        }
+    }
+
+    /// Forgets everything: the connection is over.
     pub(super) fn clear(&mut self) {
+        self.left.clear();
         self.frames.clear();
         self.current = None;
         self.queue.clear();
@@ -701,7 +749,7 @@ impl Transmit {
             opcode: Opcode::ReadRequest,
             last: true,
             invalidate: 0,
-            msn: shared.take_msn(ddp::READ_QUEUE),
+            msn: self.number(shared, ddp::READ_QUEUE),
             mo: 0,
         };
         let nothing = self.nothing();
@@ -819,7 +867,6 @@ impl Transmit {
                 *gather = cursor.gather.clone();
             }
         }
-        let take_back = |read: &mut Read| read.sink = read.sink.take().filter(|sink| !sink.is_lent());
         for work in &mut self.queue {
             match work {
                 Work::Send { gather, .. } | Work::Write { gather, .. } => {
@@ -827,10 +874,10 @@ impl Transmit {
                     copies.redirect(&mut cursor)?;
                     *gather = cursor.gather;
                 }
-                Work::Read(read) => take_back(read),
+                Work::Read(read) => read.take_back(),
             }
         }
-        self.stalled.iter_mut().chain(&mut self.outstanding).for_each(take_back);
+        self.stalled.iter_mut().chain(&mut self.outstanding).for_each(Read::take_back);
         Ok(copies.bytes)
     }
 
@@ -1203,7 +1250,7 @@ mod tests {
                     let _ = peers.read_to_end(&mut came);
                 }
                 assert!(transmit.is_idle() && transmit.unsent() == 0 && transmit.frame_bytes == 0);
-                (came.split_off(filled), transmit.sent, transmit.sends)
+                (came.split_off(filled), transmit.sent, transmit.numbered)
             });
             assert!(at_once == queued, "{lengths:?}: full {full}, other {other}, small {small}");
             assert_eq!(tails(&at_once.0).len(), 3);

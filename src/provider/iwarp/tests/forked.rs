@@ -92,33 +92,63 @@ fn whoever_reads_first_after_a_fork_goes_on_reading_and_the_other_notices() {
 }
 
 #[test]
-fn a_child_gives_up_a_connection_from_which_a_process_has_read_that_has_ended() {
+fn whoever_has_missed_bytes_knows_and_ends_the_connection_for_nobody_else() {
+    let mut bench = Bench::responder();
+    bench.qp.post_recv(sink(10));
+    let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+    let qp = &mut bench.qp;
+    let child = fork::testing::fork(|| {
+        theirs.read_exact(&mut [0]).unwrap();
+        let has_missed = qp.has_missed() && drain(qp).unwrap().is_empty() && qp.rest();
+        qp.close();
+        has_missed
+    });
+    assert_eq!(bench.give(&untagged(SEND, b"x")).unwrap().len(), 1);
+    ours.write_all(b"!").unwrap();
+    assert!(child.succeeded() && !bench.qp.has_missed());
+    // The child has not shut it down. One that reads goes on, and its parent gives up.
+    bench.qp.post_recv(sink(10));
+    bench.feed(&untagged(Untagged { msn: 2, ..SEND }, b"y"));
+    let qp = &mut bench.qp;
+    assert!(fork::testing::fork(|| drain(qp).unwrap().len() == 1).succeeded());
+    assert_eq!(drain(&mut bench.qp).unwrap_err().kind(), Kind::ConnectionLost);
+    bench.qp.close();
+    bench.feed(b"more");
+    assert!(matches!(socket::peek(bench.qp.fd()), Ok(Some(_))));
+}
+
+#[test]
+fn of_two_children_one_takes_over_and_the_other_one_knows() {
     let (mut ours, mut theirs) = UnixStream::pair().unwrap();
     let parent = fork::testing::fork(|| {
-        let (mut to_child, mut to_parent) = UnixStream::pair().unwrap();
         let mut bench = Bench::responder();
-        bench.qp.post_recv(sink(10));
         let (parent, qp) = (fork::process_id(), &mut bench.qp);
         let _child = fork::testing::fork(|| {
-            to_parent.read_exact(&mut [0]).unwrap();
-            let is_parents = drain(qp).unwrap().is_empty() && qp.rest();
-            to_parent.write_all(&[0]).unwrap();
             while !fork::process_gone(parent) {
                 std::thread::yield_now();
             }
-            let is_lost = drain(qp).is_err_and(|error| error.kind() == Kind::ConnectionLost);
-            theirs.write_all(&[is_parents, is_lost].map(u8::from)).unwrap();
+            let (mut mine, mut its) = UnixStream::pair().unwrap();
+            let before = qp.has_missed();
+            let sibling = fork::testing::fork(|| {
+                let claimed = qp.claim(true);
+                its.write_all(&[u8::from(claimed)]).unwrap();
+                its.read_exact(&mut [0]).unwrap();
+                claimed
+            });
+            let mut claimed = [9];
+            mine.read_exact(&mut claimed).unwrap();
+            let after = qp.has_missed() && !qp.claim(true);
+            mine.write_all(&[0]).unwrap();
+            assert!(sibling.succeeded());
+            theirs.write_all(&[u8::from(before), claimed[0], u8::from(after)]).unwrap();
             true
         });
-        assert_eq!(bench.give(&untagged(SEND, b"x")).unwrap().len(), 1);
-        to_child.write_all(&[0]).unwrap();
-        to_child.read_exact(&mut [0]).unwrap();
         true
     });
     assert!(parent.succeeded());
-    let mut found = [9; 2];
+    let mut found = [9; 3];
     ours.read_exact(&mut found).unwrap();
-    assert_eq!(found, [1, 1]);
+    assert_eq!(found, [0, 1, 1]);
 }
 
 #[test]

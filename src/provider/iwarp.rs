@@ -861,9 +861,17 @@ impl QueuePair for Iwarp {
         };
         self.syscalls += 1;
         stats::add(Counter::Syscalls, 1);
-        // If another process has read from the socket, those bytes are missing here: the next poll finds that out.
-        if bytes.is_empty() || self.failed.is_some() || !matches!(self.may_receive(), Ok(true)) {
+        if bytes.is_empty() || self.failed.is_some() {
             return;
+        }
+        // If another process has read from the socket, those bytes are missing here.
+        match self.may_receive() {
+            Ok(true) => {}
+            Ok(false) => return,
+            Err(end) => {
+                self.end(end);
+                return;
+            }
         }
         debug_assert!(
             self.receive.is_between_messages(),

@@ -445,15 +445,20 @@ impl Iwarp {
     }
 
     /// Notices that this process is a forked child.
+    #[inline(always)]
     fn check_fork(&mut self) {
-        let generation = fork::generation();
-        if generation != self.generation {
-            self.generation = generation;
-            (self.forked, self.received) = (true, false);
-            self.parent = self.shared.caller();
-            self.transmit.leave_to_parent();
-            self.tokens = Tokens::default();
+        if self.generation != fork::generation() {
+            self.begin_child();
         }
+    }
+
+    #[cold]
+    fn begin_child(&mut self) {
+        self.generation = fork::generation();
+        (self.forked, self.received) = (true, false);
+        self.parent = self.shared.caller();
+        self.transmit.leave_to_parent();
+        self.tokens = Tokens::default();
     }
 
     /// Sends what there is to send: usually nothing, which should cost nothing.
@@ -771,7 +776,7 @@ impl QueuePair for Iwarp {
         let has_all = |shared: &Shared| shared.received() == self.receive.total;
         let may = |shared: &Shared| has_all(shared) && (answers || self.transmit.has_numbered_last(shared));
         let claimed = has_all(&self.shared) && self.shared.claim(may);
-        if claimed {
+        if claimed && self.forked {
             (self.forked, self.received) = (false, true);
             self.transmit.take_over(&self.shared);
             self.stream.claim();

@@ -117,18 +117,22 @@ impl Iwarp {
     }
 
     /// Whether this process is the one that receives. One that has missed bytes never will again.
+    #[inline(always)]
     pub(super) fn may_receive(&mut self) -> Result<bool, End> {
-        match (self.shared.received() == self.receive.total, self.forked) {
-            (true, false) => Ok(true),
-            // Unless another child has taken over.
-            (true, true) => Ok(self.shared.caller() == self.parent),
-            (false, true) => Ok(false),
-            (false, false) => {
-                // The connection goes on there.
-                self.forked = true;
-                Err(End::Lost(lost("a forked process has read from this connection")))
-            }
+        let has_all = self.shared.received() == self.receive.total;
+        if has_all && !self.forked { Ok(true) } else { self.may_receive_beside(has_all) }
+    }
+
+    /// The same where another process has the connection too.
+    #[cold]
+    fn may_receive_beside(&mut self, has_all: bool) -> Result<bool, End> {
+        if !self.forked {
+            // The connection goes on there.
+            self.forked = true;
+            return Err(End::Lost(lost("a forked process has read from this connection")));
         }
+        // Unless another child has taken over.
+        Ok(has_all && self.shared.caller() == self.parent)
     }
 
     pub(super) fn count_received(&mut self, bytes: usize) {

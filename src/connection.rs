@@ -646,6 +646,11 @@ impl Connection {
         self.responder.deferred()
     }
 
+    /// Whether a request that was handed up, perhaps before a fork, is not answered yet.
+    pub fn owes_replies(&self) -> bool {
+        self.responder.has_handed() || self.responder.deferred().next().is_some()
+    }
+
     /// Whether a request has been handed up and is neither answered nor deferred.
     pub fn has_handed(&self) -> bool {
         self.responder.has_handed()

@@ -309,11 +309,15 @@ impl Server {
         if looks && link.device.claim(true) {
             self.generation = fork::generation();
             log_info!("fd {}: the parent has ended: the connection is this process's", self.fd);
-        } else if link.device.has_missed() {
-            // Its descriptor would report again and again what is not for this process.
+        } else if link.device.has_missed() && !link.engine.owes_replies() {
             link.fail(Error::new(Kind::ConnectionLost, "another process reads from the connection"));
             link.drain();
         }
+    }
+
+    /// Whether this process can no longer read from the connection, because another one does, but may have replies to send.
+    pub fn has_missed(&mut self) -> bool {
+        self.forked() && self.link().is_some_and(|link| link.device.has_missed())
     }
 
     /// Keeps [`LATE`] deferred requests answerable, whatever comes meanwhile.

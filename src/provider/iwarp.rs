@@ -173,8 +173,8 @@ pub struct Iwarp {
     generation: u64,
     /// The connection is another process's: we were forked from it, or it was forked from us and reads.
     forked: bool,
-    /// The process that it belonged to when we were forked.
-    parent: u64,
+    /// The process that it belonged to when that one took it, or before we were forked.
+    owner: u64,
     /// This process has received something on it.
     received: bool,
     shared: Shared,
@@ -271,7 +271,7 @@ impl Iwarp {
             stage,
             generation: fork::generation(),
             forked: false,
-            parent: 0,
+            owner: u64::from(fork::process_id()),
             received: true,
             shared: Shared::new()?,
             receive: Receive::new(),
@@ -456,7 +456,6 @@ impl Iwarp {
     fn begin_child(&mut self) {
         self.generation = fork::generation();
         (self.forked, self.received) = (true, false);
-        self.parent = self.shared.caller();
         self.transmit.leave_to_parent();
         self.tokens = Tokens::default();
     }
@@ -773,12 +772,15 @@ impl QueuePair for Iwarp {
     fn claim(&mut self, answers: bool) -> bool {
         self.check_fork();
         // A process that has missed bytes can make nothing of what follows.
-        let has_all = |shared: &Shared| shared.received() == self.receive.total;
+        let has_all = |shared: &Shared| shared.received() == self.receive.total && !shared.has_lost_bytes();
         let may = |shared: &Shared| has_all(shared) && (answers || self.transmit.has_numbered_last(shared));
         let claimed = has_all(&self.shared) && self.shared.claim(may);
         if claimed && self.forked {
-            (self.forked, self.received) = (false, true);
-            self.transmit.take_over(&self.shared);
+            (self.forked, self.received, self.owner) = (false, true, self.shared.caller());
+            if !self.transmit.take_over(&self.shared) {
+                self.broken =
+                    Some(lost("a process that has ended has asked for bytes that this one does not know of"));
+            }
             self.stream.claim();
         }
         claimed

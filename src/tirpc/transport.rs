@@ -1284,6 +1284,12 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
             wake_left();
             return Ok(xprt_stat::XPRT_IDLE);
         }
+        if own.is_inherited() && own.server().is_some_and(|mut server| server.has_missed()) {
+            // Its descriptor would report again and again what is not for this process.
+            // SAFETY: alive.
+            unsafe { xprt_unregister(own.xprt()) };
+            return Ok(xprt_stat::XPRT_IDLE);
+        }
         if threads::serve() {
             let closed = own.broken.load(Relaxed)
                 || own.is_poisoned()

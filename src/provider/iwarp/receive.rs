@@ -128,22 +128,26 @@ impl Iwarp {
     fn may_receive_beside(&mut self, has_all: bool) -> Result<bool, End> {
         if !self.forked {
             // The connection goes on there.
-            self.forked = true;
+            self.forked = !self.shared.has_reader_ended();
             return Err(End::Lost(lost("a forked process has read from this connection")));
         }
-        // Unless another child has taken over.
-        Ok(has_all && self.shared.caller() == self.parent)
+        // Unless another child has taken over, or a process has ended in the midst of reading.
+        Ok(has_all && self.shared.caller() == self.owner && !self.shared.has_lost_bytes())
     }
 
     pub(super) fn count_received(&mut self, bytes: usize) {
         self.received = true;
         self.receive.total += bytes as u64;
         self.shared.set_received(self.receive.total);
+        if self.forked {
+            self.shared.note_reader();
+        }
     }
 
     /// Makes one system call: the rest of a large FPDU goes into its place, and what follows into the buffer.
     pub(super) fn fill(&mut self) -> Result<usize, End> {
         self.receive.have_buffer().map_err(End::Lost)?;
+        self.shared.begin_to_read();
         let ahead = if self.receive.small_path { BUFFER } else { self.receive.ahead };
         let Receive { buffer, start, end, missing, placing, in_run, .. } = &mut self.receive;
         let (result, asked) = match placing {
@@ -185,6 +189,10 @@ impl Iwarp {
             }
         };
         self.syscalls += 1;
+        if let Ok(n @ 1..) = result {
+            self.count_received(n);
+        }
+        self.shared.end_to_read();
         match result {
             Ok(0) => Err(End::Lost(lost(if self.receive.is_between_messages() {
                 "the peer closed the connection"
@@ -193,7 +201,6 @@ impl Iwarp {
             }))),
             Ok(n) => {
                 self.receive.drained = n < asked;
-                self.count_received(n);
                 self.take(n)?;
                 Ok(n)
             }

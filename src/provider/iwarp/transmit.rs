@@ -72,6 +72,8 @@ impl Shared {
     const CLOSED: usize = 3;
     const RECEIVED: usize = 4;
     const CALLER: usize = 5;
+    const READER: usize = 6;
+    const READING: usize = 7;
 
     pub(super) fn new() -> io::Result<Shared> {
         let shared = Shared { words: fork::SharedWords::new()? };
@@ -99,6 +101,34 @@ impl Shared {
                 takes(us, caller);
                 false
             })
+    }
+
+    /// This process, a child that has not taken over, reads.
+    pub(super) fn note_reader(&self) {
+        self.set(Shared::READER, u64::from(fork::process_id()));
+    }
+
+    /// This process is about to read, and count what it has read.
+    #[inline]
+    pub(super) fn begin_to_read(&self) {
+        self.set(Shared::READING, u64::from(fork::process_id()));
+    }
+
+    /// It has done so.
+    #[inline]
+    pub(super) fn end_to_read(&self) {
+        self.set(Shared::READING, 0);
+    }
+
+    /// Whether a process has ended in the midst of that, perhaps with bytes that were not counted.
+    pub(super) fn has_lost_bytes(&self) -> bool {
+        let reading = self.get(Shared::READING) as u32;
+        reading != 0 && fork::process_gone(reading)
+    }
+
+    /// Whether the child that has read has ended.
+    pub(super) fn has_reader_ended(&self) -> bool {
+        fork::process_gone(self.get(Shared::READER) as u32)
     }
 
     /// The process that the connection belongs to.
@@ -507,7 +537,7 @@ impl Transmit {
 
     /// Whether no other process has sent anything that we do not know of.
     pub(super) fn has_numbered_last(&self, shared: &Shared) -> bool {
-        self.has_last_number(shared, ddp::SEND_QUEUE)
+        [ddp::SEND_QUEUE, ddp::READ_QUEUE].into_iter().all(|queue| self.has_last_number(shared, queue))
     }
 
     fn has_last_number(&self, shared: &Shared, queue: u32) -> bool {
@@ -545,12 +575,15 @@ impl Transmit {
         (self.outstanding, self.left) = (outstanding, left);
     }
 
-    /// That process has ended. Queues the Reads that no process has begun.
-    pub(super) fn take_over(&mut self, shared: &Shared) {
+    /// That process has ended. Queues the Reads that no process has begun. Returns false if it has begun some: nobody knows which
+    /// responses are to come.
+    pub(super) fn take_over(&mut self, shared: &Shared) -> bool {
         let left = std::mem::take(&mut self.left);
-        if self.has_last_number(shared, ddp::READ_QUEUE) {
+        let knows = self.has_last_number(shared, ddp::READ_QUEUE);
+        if knows {
             left.into_iter().for_each(|read| self.post(Work::Read(read)));
         }
+        knows
     }
 
     /// Forgets everything: the connection is over.

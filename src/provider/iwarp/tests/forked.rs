@@ -106,15 +106,60 @@ fn whoever_has_missed_bytes_knows_and_ends_the_connection_for_nobody_else() {
     assert_eq!(bench.give(&untagged(SEND, b"x")).unwrap().len(), 1);
     ours.write_all(b"!").unwrap();
     assert!(child.succeeded() && !bench.qp.has_missed());
-    // The child has not shut it down. One that reads goes on, and its parent gives up.
-    bench.qp.post_recv(sink(10));
-    bench.feed(&untagged(Untagged { msn: 2, ..SEND }, b"y"));
-    let qp = &mut bench.qp;
-    assert!(fork::testing::fork(|| drain(qp).unwrap().len() == 1).succeeded());
-    assert_eq!(drain(&mut bench.qp).unwrap_err().kind(), Kind::ConnectionLost);
-    bench.qp.close();
-    bench.feed(b"more");
-    assert!(matches!(socket::peek(bench.qp.fd()), Ok(Some(_))));
+    // The child has not shut it down. Where one has read, it goes on there, and its parent shuts it down only if it has ended.
+    for goes_on in [true, false] {
+        let mut bench = Bench::responder();
+        bench.qp.post_recv(sink(10));
+        bench.feed(&untagged(SEND, b"x"));
+        let qp = &mut bench.qp;
+        let child = fork::testing::fork(|| {
+            let has_read = drain(qp).unwrap().len() == 1;
+            theirs.write_all(&[0]).unwrap();
+            if goes_on {
+                theirs.read_exact(&mut [0]).unwrap();
+            }
+            has_read
+        });
+        ours.read_exact(&mut [0]).unwrap();
+        if !goes_on {
+            child.wait_for_zombie();
+        }
+        assert_eq!(drain(&mut bench.qp).unwrap_err().kind(), Kind::ConnectionLost);
+        bench.qp.close();
+        let is_there =
+            matches!(socket::peek(bench.qp.fd()), Err(error) if error.kind() == ErrorKind::WouldBlock);
+        assert_eq!(is_there, goes_on);
+        ours.write_all(&[0]).unwrap();
+        assert!(child.succeeded());
+    }
+}
+
+#[test]
+fn nobody_takes_over_from_a_process_that_has_ended_in_the_midst_of_reading() {
+    for inside in [false, true] {
+        let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+        let parent = fork::testing::fork(|| {
+            let mut bench = Bench::responder();
+            let (parent, qp) = (fork::process_id(), &mut bench.qp);
+            let _child = fork::testing::fork(|| {
+                while !fork::process_gone(parent) {
+                    std::thread::yield_now();
+                }
+                let found = [qp.has_missed(), qp.claim(true)];
+                theirs.write_all(&found.map(u8::from)).unwrap();
+                true
+            });
+            bench.qp.shared.begin_to_read();
+            if !inside {
+                bench.qp.shared.end_to_read();
+            }
+            true
+        });
+        assert!(parent.succeeded());
+        let mut found = [9; 2];
+        ours.read_exact(&mut found).unwrap();
+        assert_eq!(found, [inside, !inside].map(u8::from));
+    }
 }
 
 #[test]

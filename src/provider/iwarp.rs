@@ -8,10 +8,11 @@
 //! while the bytes behind it are being sent to the peer ends the connection, unless all that remains is framed already:
 //! then it goes out from a private copy.
 //!
-//! **Fork.** Both parent and child go on sending (see `transmit::Shared`); a child never sends a Terminate. Receiving is
-//! for one process: the first that reads after the fork keeps that role, and the others notice. Calls, too, are for one
-//! process, because XIDs, credits and handles are in its memory; [`QueuePair::claim`] tells which before anything is
-//! sent.
+//! **Fork.** Both parent and child go on sending (see `transmit::Shared`); a child sends no Terminate. Receiving is for one
+//! process: the first that reads after the fork keeps that role, and the others notice, and leave it the connection. Calls,
+//! too, are for one process, because XIDs, credits and handles are in its memory; [`QueuePair::claim`] tells which before
+//! anything is sent. When that process has ended, a child that has missed nothing takes over, with its Reads: those on the
+//! stream are answered, and those that it has not begun are sent.
 //!
 //! Read first: RFC 5040 §5 and §7, RFC 5041 §7, RFC 5044 §7.
 #![forbid(unsafe_code)]
@@ -173,8 +174,8 @@ pub struct Iwarp {
     generation: u64,
     /// The connection is another process's: we were forked from it, or it was forked from us and reads.
     forked: bool,
-    /// The process that it belonged to when that one took it, or before we were forked.
-    owner: u64,
+    /// The [`Shared::caller`] that this process, or the one that it was forked from, has left.
+    caller: u64,
     /// This process has received something on it.
     received: bool,
     shared: Shared,
@@ -271,7 +272,7 @@ impl Iwarp {
             stage,
             generation: fork::generation(),
             forked: false,
-            owner: u64::from(fork::process_id()),
+            caller: u64::from(fork::process_id()),
             received: true,
             shared: Shared::new()?,
             receive: Receive::new(),
@@ -776,7 +777,7 @@ impl QueuePair for Iwarp {
         let may = |shared: &Shared| has_all(shared) && (answers || self.transmit.has_numbered_last(shared));
         let claimed = has_all(&self.shared) && self.shared.claim(may);
         if claimed && self.forked {
-            (self.forked, self.received, self.owner) = (false, true, self.shared.caller());
+            (self.forked, self.received, self.caller) = (false, true, self.shared.caller());
             if !self.transmit.take_over(&self.shared) {
                 self.broken =
                     Some(lost("a process that has ended has asked for bytes that this one does not know of"));

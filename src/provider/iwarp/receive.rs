@@ -132,7 +132,7 @@ impl Iwarp {
             return Err(End::Lost(lost("a forked process has read from this connection")));
         }
         // Unless another child has taken over, or a process has ended in the midst of reading.
-        Ok(has_all && self.shared.caller() == self.owner && !self.shared.has_lost_bytes())
+        Ok(has_all && self.shared.caller() == self.caller && !self.shared.has_lost_bytes())
     }
 
     pub(super) fn count_received(&mut self, bytes: usize) {

@@ -60,8 +60,8 @@ const MAX_TAIL: usize = 7;
 /// The least that a queued Send holds.
 pub(super) const PAGE: usize = 4096;
 
-/// What forked processes share. The owner of the stream writes the words, except for `received` and who makes calls. Which
-/// process is the owner changes only under the lock, unless nobody else can have the words.
+/// What forked processes share. The owner of the stream writes the words, except for those that say who reads, how much was
+/// received, and who makes calls. Which process is the owner changes only under the lock, unless nobody else can have the words.
 pub(super) struct Shared {
     words: fork::SharedWords,
 }

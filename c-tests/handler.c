@@ -208,6 +208,15 @@ static pid_t served(void)
     return server;
 }
 
+/* Ends the server of the client, which otherwise might accept the next one's connection: it has ended when the client's has. */
+static void end(CLIENT *client)
+{
+    struct timeval patient = {60, 0}, now = {0, 0};
+    clnt_call(client, END, xdr_nothing, NULL, xdr_nothing, NULL, now);
+    while (clnt_call(client, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS)
+        ;
+}
+
 /* The child cannot serve a connection that a thread which it does not have is in the midst of. */
 static void held(const struct netconfig *netconfig, struct netbuf *to)
 {
@@ -233,7 +242,7 @@ static void held(const struct netconfig *netconfig, struct netbuf *to)
                 RPC_SUCCESS);
     }
     enum clnt_stat status = clnt_call(held, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient);
-    clnt_call(other, END, xdr_nothing, NULL, xdr_nothing, NULL, now);
+    end(other);
     REQUIRE(!is_open && (status == RPC_CANTSEND || status == RPC_CANTRECV));
     clnt_destroy(held);
     clnt_destroy(other);
@@ -256,7 +265,7 @@ static void count(CLIENT *client)
 
 static void alone(const struct netconfig *netconfig, struct netbuf *to)
 {
-    struct timeval patient = {60, 0}, now = {0, 0};
+    struct timeval patient = {60, 0};
     pid_t server = served();
     CLIENT *client = clnt_tli_create(RPC_ANYFD, netconfig, to, PROG, VERS, 0, 0);
     REQUIRE(client != NULL);
@@ -264,10 +273,7 @@ static void alone(const struct netconfig *netconfig, struct netbuf *to)
     REQUIRE(clnt_call(client, DAEMON_ALONE, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
     REQUIRE(waitpid(server, NULL, 0) == server);
     count(client);
-    clnt_call(client, END, xdr_nothing, NULL, xdr_nothing, NULL, now);
-    /* It has ended when its connection has. */
-    while (clnt_call(client, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS)
-        ;
+    end(client);
     clnt_destroy(client);
     puts("ok    a daemon serves a connection that it has inherited");
 }
@@ -275,7 +281,7 @@ static void alone(const struct netconfig *netconfig, struct netbuf *to)
 /* The loop waits for a lock that a thread of its own process holds. */
 static void slowly(const struct netconfig *netconfig, struct netbuf *to)
 {
-    struct timeval patient = {60, 0}, now = {0, 0};
+    struct timeval patient = {60, 0};
     REQUIRE(sem_init(&is_in_send, 0, 0) == 0);
     pid_t server = served();
     CLIENT *client = clnt_tli_create(RPC_ANYFD, netconfig, to, PROG, VERS, 0, 0);
@@ -284,9 +290,7 @@ static void slowly(const struct netconfig *netconfig, struct netbuf *to)
     REQUIRE(waitpid(server, NULL, 0) == server);
     REQUIRE(clnt_call(client, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
     enum clnt_stat status = clnt_call(client, SEND_SLOWLY, xdr_nothing, NULL, xdr_nothing, NULL, patient);
-    clnt_call(client, END, xdr_nothing, NULL, xdr_nothing, NULL, now);
-    while (clnt_call(client, NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS)
-        ;
+    end(client);
     if (status != RPC_SUCCESS)
         errx(1, "handler: a reply of a daemon's thread: %s", clnt_sperrno(status));
     clnt_destroy(client);
@@ -313,7 +317,7 @@ static void masked(const struct netconfig *netconfig, struct netbuf *to)
         clnt_call(clients[i], LEAVE_MAIN, xdr_nothing, NULL, xdr_nothing, NULL, now);
     REQUIRE(waitpid(server, NULL, 0) == server);
     REQUIRE(clnt_call(clients[2], IS_BLOCKED, xdr_nothing, NULL, (xdrproc_t)xdr_u_int, (char *)&is_blocked, patient) == RPC_SUCCESS);
-    clnt_call(clients[2], END, xdr_nothing, NULL, xdr_nothing, NULL, now);
+    end(clients[2]);
     if (is_blocked != 0)
         errx(1, "handler: signals of a daemon: %u", is_blocked);
     for (int i = 0; i < 3; i++)

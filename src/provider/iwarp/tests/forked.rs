@@ -134,66 +134,117 @@ fn whoever_has_missed_bytes_knows_and_ends_the_connection_for_nobody_else() {
     }
 }
 
+/// What a child finds of a connection that its parent, which has ended, had made. `after`: what the parent did after the fork.
+fn orphaned<const N: usize>(
+    make: impl FnOnce() -> Bench,
+    after: impl FnOnce(&mut Bench),
+    find: impl FnOnce(&mut Bench) -> [bool; N],
+) -> [bool; N] {
+    let (mut ours, mut theirs) = UnixStream::pair().unwrap();
+    let parent = fork::testing::fork(|| {
+        let mut bench = make();
+        let parent = fork::process_id();
+        let _child = fork::testing::fork(|| {
+            while !fork::process_gone(parent) {
+                std::thread::yield_now();
+            }
+            theirs.write_all(&find(&mut bench).map(u8::from)).unwrap();
+            true
+        });
+        after(&mut bench);
+        true
+    });
+    assert!(parent.succeeded());
+    drop(theirs);
+    let mut found = [0; N];
+    ours.read_exact(&mut found).unwrap();
+    found.map(|found| found == 1)
+}
+
 #[test]
 fn nobody_takes_over_from_a_process_that_has_ended_in_the_midst_of_reading() {
     for inside in [false, true] {
-        let (mut ours, mut theirs) = UnixStream::pair().unwrap();
-        let parent = fork::testing::fork(|| {
-            let mut bench = Bench::responder();
-            let (parent, qp) = (fork::process_id(), &mut bench.qp);
-            let _child = fork::testing::fork(|| {
-                while !fork::process_gone(parent) {
-                    std::thread::yield_now();
-                }
-                let found = [qp.has_missed(), qp.claim(true)];
-                theirs.write_all(&found.map(u8::from)).unwrap();
-                true
-            });
+        let after = |bench: &mut Bench| {
             bench.qp.shared.begin_to_read();
             if !inside {
                 bench.qp.shared.end_to_read();
             }
-            true
+        };
+        let found = orphaned(Bench::responder, after, |bench| [bench.qp.has_missed(), bench.qp.claim(true)]);
+        assert_eq!(found, [inside, !inside]);
+    }
+}
+
+#[test]
+fn who_takes_over_gets_what_was_asked_for_and_asks_for_the_rest() {
+    for asked_after in [false, true] {
+        let from = Segment { handle: Handle(0x77), length: 400, offset: 0 };
+        let read = |id| WorkRequest::Read { id: WorkId(id), sink: sink(400), at: 0, from };
+        // One has been requested, one finds no room, and the last one is in the queue.
+        let make = || {
+            let mut bench = Bench::initiator();
+            bench.qp.transmit.ord = 1;
+            bench.qp.post(read(0));
+            bench.qp.post(read(1));
+            bench.qp.flush().unwrap();
+            bench.qp.post(read(2));
+            bench
+        };
+        let request = |sent: &[u8]| parse(sent).into_iter().find(|(frame, _)| frame[3] & 15 == 1);
+        let stag = |sent: &[u8]| {
+            request(sent).map(|(frame, _)| u32::from_be_bytes(frame[20..24].try_into().unwrap()))
+        };
+        let respond = |bench: &mut Bench, stag| bench.give(&tagged(2, true, stag, 0, &pattern(400, 9)));
+        let is =
+            |done: &[Completion], id| matches!(done, [Completion::Read { id: WorkId(done) }] if *done == id);
+        // The parent asks for one more: nobody knows what is to come.
+        let after = |bench: &mut Bench| {
+            if asked_after {
+                bench.qp.transmit.ord = 2;
+                bench.qp.flush().unwrap();
+            }
+        };
+        let found = orphaned(make, after, |bench| {
+            let first = stag(&bench.sent()).unwrap();
+            let claimed = bench.qp.claim(true);
+            if asked_after {
+                return [claimed, drain(&mut bench.qp).is_err(), true, true];
+            }
+            let done = respond(bench, first).unwrap();
+            let mut found = [claimed, is(&done, 0), false, false];
+            for id in [1, 2] {
+                bench.qp.flush().unwrap();
+                let next = stag(&bench.sent()).unwrap();
+                found[1 + id] = is(&respond(bench, next).unwrap(), id as u64);
+            }
+            found
         });
-        assert!(parent.succeeded());
-        let mut found = [9; 2];
-        ours.read_exact(&mut found).unwrap();
-        assert_eq!(found, [inside, !inside].map(u8::from));
+        assert_eq!(found, [true; 4]);
     }
 }
 
 #[test]
 fn of_two_children_one_takes_over_and_the_other_one_knows() {
-    let (mut ours, mut theirs) = UnixStream::pair().unwrap();
-    let parent = fork::testing::fork(|| {
-        let mut bench = Bench::responder();
-        let (parent, qp) = (fork::process_id(), &mut bench.qp);
-        let _child = fork::testing::fork(|| {
-            while !fork::process_gone(parent) {
-                std::thread::yield_now();
-            }
-            let (mut mine, mut its) = UnixStream::pair().unwrap();
+    let found = orphaned(
+        Bench::responder,
+        |_| {},
+        |bench| {
+            let qp = &mut bench.qp;
+            let (mut ours, mut theirs) = UnixStream::pair().unwrap();
             let before = qp.has_missed();
             let sibling = fork::testing::fork(|| {
                 let claimed = qp.claim(true);
-                its.write_all(&[u8::from(claimed)]).unwrap();
-                its.read_exact(&mut [0]).unwrap();
+                theirs.write_all(&[u8::from(claimed)]).unwrap();
+                theirs.read_exact(&mut [0]).unwrap();
                 claimed
             });
-            let mut claimed = [9];
-            mine.read_exact(&mut claimed).unwrap();
+            ours.read_exact(&mut [0]).unwrap();
             let after = qp.has_missed() && !qp.claim(true);
-            mine.write_all(&[0]).unwrap();
-            assert!(sibling.succeeded());
-            theirs.write_all(&[u8::from(before), claimed[0], u8::from(after)]).unwrap();
-            true
-        });
-        true
-    });
-    assert!(parent.succeeded());
-    let mut found = [9; 3];
-    ours.read_exact(&mut found).unwrap();
-    assert_eq!(found, [0, 1, 1]);
+            ours.write_all(&[0]).unwrap();
+            [before, sibling.succeeded(), after]
+        },
+    );
+    assert_eq!(found, [false, true, true]);
 }
 
 #[test]
@@ -206,37 +257,30 @@ fn calls_belong_to_one_process_and_are_taken_over_from_one_that_has_ended() {
     assert!(fork::testing::fork(|| !qp.claim(false)).succeeded());
     assert!(bench.qp.claim(false));
     for sent_after in [false, true] {
-        let (mut ours, mut theirs) = UnixStream::pair().unwrap();
-        let parent = fork::testing::fork(|| {
+        let make = || {
             let mut bench = Bench::initiator();
             sends(&mut bench.qp);
-            let parent = fork::process_id();
-            let qp = &mut bench.qp;
-            let _child = fork::testing::fork(|| {
-                while !fork::process_gone(parent) {
-                    std::thread::yield_now();
-                }
-                // Of two processes that inherit it, only the first gets it.
-                let claimed = qp.claim(false);
-                let other = fork::testing::fork(|| qp.claim(true)).succeeded();
-                // Who only answers need not know what was sent.
-                let answers = qp.claim(true);
-                // What is its own it may end.
-                qp.close();
-                let ended = matches!(socket::peek(qp.fd()), Ok(None));
-                theirs.write_all(&[claimed, answers, ended, other].map(u8::from)).unwrap();
-                true
-            });
+            bench
+        };
+        let after = |bench: &mut Bench| {
             if sent_after {
                 // The child knows nothing of this Send.
                 sends(&mut bench.qp);
             }
-            true
+        };
+        let found = orphaned(make, after, |bench| {
+            let qp = &mut bench.qp;
+            // Of two processes that inherit it, only the first gets it.
+            let claimed = qp.claim(false);
+            let other = fork::testing::fork(|| qp.claim(true)).succeeded();
+            // Who only answers need not know what was sent.
+            let answers = qp.claim(true);
+            // What is its own it may end.
+            qp.close();
+            let ended = matches!(socket::peek(qp.fd()), Ok(None));
+            [claimed, answers, ended, other]
         });
-        assert!(parent.succeeded());
-        let mut found = [9; 4];
-        ours.read_exact(&mut found).unwrap();
-        assert_eq!(found, [!sent_after, true, true, sent_after].map(u8::from));
+        assert_eq!(found, [!sent_after, true, true, sent_after]);
     }
     // A process that has missed bytes can make nothing of what follows, whichever process it is.
     let mut bench = Bench::responder();

@@ -301,23 +301,26 @@ impl Server {
             (self.reader, self.claim_at) = (fork::generation(), now);
             self.session.inherit();
         }
-        let looks = now >= self.claim_at;
-        if looks {
-            self.claim_at = now + CLAIM_EVERY;
+        if now < self.claim_at {
+            return;
         }
-        let Phase::Open(link) = &mut self.phase else { return };
-        if looks && link.device.claim(true) {
+        self.claim_at = now + CLAIM_EVERY;
+        if let Phase::Open(link) = &mut self.phase
+            && link.device.claim(true)
+        {
             self.generation = fork::generation();
             log_info!("fd {}: the parent has ended: the connection is this process's", self.fd);
-        } else if link.device.has_missed() && !link.engine.owes_replies() {
-            link.fail(Error::new(Kind::ConnectionLost, "another process reads from the connection"));
-            link.drain();
         }
     }
 
-    /// Whether this process can no longer read from the connection, because another one does, but may have replies to send.
+    /// Whether this process can no longer read from the connection, because another one does. It may have replies to send.
     pub fn has_missed(&mut self) -> bool {
         self.forked() && self.link().is_some_and(|link| link.device.has_missed())
+    }
+
+    /// Whether a request that was handed up, perhaps before a fork, may still be answered.
+    pub fn owes_replies(&mut self) -> bool {
+        self.link().is_some_and(|link| link.engine.owes_replies())
     }
 
     /// Keeps [`LATE`] deferred requests answerable, whatever comes meanwhile.

@@ -54,7 +54,7 @@ use crate::tirpc::programs::{self, Dispatch, Found};
 use crate::tirpc::progress::{self, Errand, Watched};
 use crate::tirpc::{
     SVCAUTH, SVCXPRT, SVCXPRT_EXT, auth_stat, bool_t, idle, library, netbuf, opaque_auth, polled, rpc_msg,
-    run, svc_req, threads, xp_ops, xp_ops2, xprt_stat, xprt_unregister,
+    run, svc_req, threads, xp_ops, xp_ops2, xprt_register, xprt_stat, xprt_unregister,
 };
 use crate::xdr::Decoder;
 use crate::{fork, log_debug, log_info, socket, thread, wait};
@@ -107,6 +107,8 @@ pub struct Transport {
     left_alone: AtomicBool,
     /// To be closed: a request was not an RPC call, or a panic of ours has poisoned a lock.
     broken: AtomicBool,
+    /// No loop of this process looks at it, since another process reads from the connection; but replies are owed.
+    left_out: AtomicBool,
     destroyed: AtomicBool,
     /// The connection was closed; shares of the transport may remain.
     closed: AtomicBool,
@@ -430,6 +432,7 @@ impl Transport {
                 empty: AtomicBool::new(false),
                 left_alone: AtomicBool::new(false),
                 broken: AtomicBool::new(false),
+                left_out: AtomicBool::new(false),
                 destroyed: AtomicBool::new(false),
                 closed: AtomicBool::new(false),
                 answering: AtomicUsize::new(0),
@@ -589,11 +592,20 @@ impl Transport {
     /// sent; in a forked child that serves, also at what has come meanwhile. The loop may run in another thread, and sleep.
     fn tell_loop(&self) {
         let is_there = |server: &MutexGuard<'_, Server>| !server.is_left_to_parent() && !self.is_closed();
-        let Some(server) = self.server().filter(is_there) else { return };
+        let Some(mut server) = self.server().filter(is_there) else { return };
         // Of room in shared memory no descriptor tells the loop unless it has said that it waits.
         let wants_write = server.wants_write();
         let look = server.request_ready() || server.forked() || (server.awaits_peer() && !wants_write);
+        let is_done = self.is_inherited() && server.has_missed() && !server.owes_replies();
         drop(server);
+        if is_done
+            && let Some(whole) = self.whole().upgrade()
+            && whole.left_out.swap(false, Relaxed)
+            // SAFETY: alive.
+            && let Err(error) = unsafe { xprt_register(whole.xprt()) }
+        {
+            log_info!("fd {}: is not closed: {error}", self.fd);
+        }
         let home = &service_loop::PROGRAM;
         if look {
             home.leave(self.fd);
@@ -1284,8 +1296,17 @@ unsafe extern "C" fn stat(xprt: *mut SVCXPRT) -> c_uint {
             wake_left();
             return Ok(xprt_stat::XPRT_IDLE);
         }
-        if own.is_inherited() && own.server().is_some_and(|mut server| server.has_missed()) {
+        if own.is_inherited()
+            && let Some(mut server) = own.server()
+            && server.has_missed()
+        {
             // Its descriptor would report again and again what is not for this process.
+            if !server.owes_replies() {
+                log_info!("fd {}: closed: another process reads from the connection", own.fd);
+                return Ok(xprt_stat::XPRT_DIED);
+            }
+            own.left_out.store(true, Relaxed);
+            drop(server);
             // SAFETY: alive.
             unsafe { xprt_unregister(own.xprt()) };
             return Ok(xprt_stat::XPRT_IDLE);

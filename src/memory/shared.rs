@@ -19,7 +19,7 @@
 #![allow(unsafe_code)]
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -316,14 +316,19 @@ impl Bell {
 pub struct Theirs(Mapping);
 
 impl Theirs {
+    /// Whether this is a segment that keeps its length. Nothing that a peer may have passed makes this wait.
+    pub fn is_segment(file: &OwnedFd) -> bool {
+        // Only files in memory have seals; of others, nothing more is asked.
+        fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS))
+            && fstat(file).is_ok_and(|stat| stat.st_size == SIZE as i64)
+    }
+
     /// Maps what a peer has passed.
     ///
     /// # Errors
     /// `EINVAL` for anything but a segment that keeps its length; the errno of what the kernel refuses.
     pub fn new(file: OwnedFd) -> io::Result<Theirs> {
-        // Only files in memory have seals.
-        let seals = fcntl_get_seals(file.as_fd())?;
-        if !seals.contains(SEALS) || fstat(&file)?.st_size != SIZE as i64 {
+        if !Theirs::is_segment(&file) {
             return Err(Errno::INVAL.into());
         }
         Ok(Theirs(Mapping::new(&file, libc::PROT_READ)?))

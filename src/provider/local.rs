@@ -16,8 +16,11 @@
 //! two ends, whoever they are: the same parties that would otherwise have read and written the bytes. Every user of the host
 //! sees the names (`/proc/net/unix`), and nobody sees the secrets. Anybody else who connects to a name shows no secret, and
 //! is ignored. Anybody who takes a name after its owner has gone is shown the secret of a connection that has ended, and a
-//! segment into which nothing is ever written, since he cannot answer with the server's secret, which went over TCP. A
+//! segment into which nothing is ever written, since they cannot answer with the server's secret, which went over TCP. A
 //! secret is 128 bits from getrandom(2), and good for one connection.
+//!
+//! What the other end passes may be any descriptor, also one that takes as long to close as that end likes; [`Peer`] says
+//! what is done about that.
 //!
 //! `memory::shared` says what the other end may do with the memory, and `rings` what it may do with the numbers in it.
 #![forbid(unsafe_code)]
@@ -26,14 +29,15 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 #[cfg(feature = "tool")]
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
-    listen, recvmsg, sendmsg, socket_with,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind,
+    connect, listen, recvmsg, sendmsg, shutdown, socket_with, sockopt,
 };
 
 use super::iwarp::{self, Iwarp};
@@ -41,7 +45,7 @@ use super::{Device, Options, QueuePair, Traits, Way};
 use crate::error::{Error, Kind};
 use crate::memory::Areas;
 use crate::memory::shared::{Own, Theirs};
-use crate::{process, socket};
+use crate::{fork, log_warn, process, socket};
 
 mod rings;
 
@@ -164,7 +168,7 @@ const MARK: &[u8; 8] = b"RPCRloc\x06";
 pub const SHARED: u8 = 1;
 
 /// Most connections to a name that are looked at: others than the peer may connect.
-const TRIES: u32 = 16;
+const TRIES: usize = 16;
 
 fn random() -> io::Result<Secret> {
     let mut bytes = [0; SECRET];
@@ -187,9 +191,207 @@ fn find<const N: usize>(private_data: &[u8]) -> Option<[u8; N]> {
     private_data[at + MARK.len()..].first_chunk().copied()
 }
 
+/// How many sockets are kept open for what is left in them ([`Peer`]). With that many, the process shares memory with nobody new.
+const KEPT_MOST: usize = 16;
+
+/// How many are.
+static KEPT: AtomicUsize = AtomicUsize::new(0);
+
+/// Whose they are: the numbers of users, plus 1.
+static DISTRUSTED: [AtomicU64; KEPT_MOST] = [const { AtomicU64::new(0) }; KEPT_MOST];
+
+/// Whether memory may be shared with processes of this user.
+fn is_trusted(user: u32) -> bool {
+    let kept = KEPT.load(Relaxed);
+    kept < KEPT_MOST && DISTRUSTED[..kept].iter().all(|one| one.load(Relaxed) != u64::from(user) + 1)
+}
+
+/// A Unix socket to a process that may be anybody's.
+///
+/// close(2) can take as long as that process likes: for a TCP connection that lingers, or a file of a file system that the
+/// process itself provides. Whatever was passed over a socket and not taken is closed with the socket, and a
+/// descriptor that was taken has to be closed too. So descriptors are looked at before they are taken, only a segment is
+/// taken, and a socket with anything else left in it stays open until the process ends. Its user shares memory with
+/// this process no more, and nobody does once there are [`KEPT_MOST`] of them.
+struct Peer {
+    /// Always there, until it is dropped.
+    socket: Option<OwnedFd>,
+    /// The process that it belongs to: a child that was forked has a copy.
+    generation: u64,
+}
+
+impl Peer {
+    fn new(socket: OwnedFd) -> Peer {
+        Peer { socket: Some(socket), generation: fork::generation() }
+    }
+
+    fn socket(&self) -> io::Result<&OwnedFd> {
+        self.socket.as_ref().ok_or_else(|| Errno::BADF.into())
+    }
+
+    /// The number of the user whose process has connected, or listened.
+    fn user(&self) -> io::Result<u32> {
+        Ok(sockopt::socket_peercred(self.socket()?)?.uid.as_raw())
+    }
+
+    /// Passes a segment, and shows the secret of the end that is to have it.
+    fn pass(&self, secret: &Secret, file: OwnedFd) -> io::Result<()> {
+        pass(self.socket()?, secret, &[file.as_fd()])
+    }
+
+    /// The segment that was passed with our secret. `None` if the secret is not ours, or what was passed is not a segment, or
+    /// cannot be mapped.
+    ///
+    /// # Errors
+    /// `EAGAIN` when nothing has come yet; another errno when nothing will.
+    fn take(&self, secret: &Secret) -> io::Result<Option<Theirs>> {
+        let socket = self.socket()?;
+        // One byte too many, so that anything longer is refused.
+        let mut shown = [0; SECRET + 1];
+        let got = look(socket, &mut shown, &mut RecvAncillaryBuffer::default())?;
+        if got.0 == 0 && got.1.is_empty() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if got.0 != SECRET || shown[..SECRET] != secret[..] {
+            return Ok(None);
+        }
+        // The same once more, with a copy of the descriptor: the kernel has room for two here, and says so if there are more.
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let (_, flags) = look(socket, &mut shown, &mut control)?;
+        let mut files: Vec<OwnedFd> = control
+            .drain()
+            .filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(files) => Some(files),
+                _ => None,
+            })
+            .flatten()
+            .collect();
+        if files.len() != 1 || flags.contains(ReturnFlags::CTRUNC) || !Theirs::is_segment(&files[0]) {
+            // Closing a copy can take as long as closing the last one.
+            files.into_iter().for_each(keep);
+            return Ok(None);
+        }
+        // Nothing but the segment is left behind by this message.
+        recvmsg(socket, &mut [], &mut RecvAncillaryBuffer::default(), RecvFlags::DONTWAIT)?;
+        Ok(files.pop().and_then(|file| Theirs::new(file).ok()))
+    }
+
+    /// Whether nothing was passed that was not taken. From now on nothing can be passed.
+    fn is_empty(&self, socket: &OwnedFd) -> bool {
+        // The socket of a child is the parent's too, which may still be waiting for something.
+        if self.generation == fork::generation() {
+            // With credentials, every message has something for which there is no room here: so even one of no bytes is seen.
+            if shutdown(socket, Shutdown::Read).is_err()
+                || sockopt::set_socket_passcred(socket, true).is_err()
+            {
+                return false;
+            }
+        }
+        // The first look may find an error of the connection in the way.
+        (0..2).any(|_| match look(socket, &mut [0], &mut RecvAncillaryBuffer::default()) {
+            Ok((bytes, flags)) => bytes == 0 && flags.is_empty(),
+            Err(e) => e.kind() == io::ErrorKind::WouldBlock,
+        })
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let Some(socket) = self.socket.take() else { return };
+        if self.is_empty(&socket) {
+            return;
+        }
+        if self.generation != fork::generation() {
+            return keep(socket);
+        }
+        let user = sockopt::socket_peercred(&socket).map_or(u32::MAX, |peer| peer.uid.as_raw());
+        let kept = KEPT.fetch_add(1, Relaxed);
+        if let Some(one) = DISTRUSTED.get(kept) {
+            one.store(u64::from(user) + 1, Relaxed);
+        }
+        let others = if kept + 1 < KEPT_MOST { "" } else { ", nor with anybody else" };
+        log_warn!(
+            "user {user} has passed something else than memory: none will be shared with that user{others}"
+        );
+        keep(socket);
+    }
+}
+
+/// Leaves a descriptor open until the process ends.
+fn keep(file: OwnedFd) {
+    let _ = file.into_raw_fd();
+}
+
+/// Looks at the next message, and leaves it there. Returns its bytes, and whether they or its control data were cut off.
+fn look(
+    from: &OwnedFd,
+    bytes: &mut [u8],
+    control: &mut RecvAncillaryBuffer<'_>,
+) -> io::Result<(usize, ReturnFlags)> {
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let got = recvmsg(from, &mut [IoSliceMut::new(bytes)], control, flags)?;
+    Ok((got.bytes, got.flags & (ReturnFlags::CTRUNC | ReturnFlags::TRUNC)))
+}
+
+/// Passes files, and shows the secret of the end that is to have them.
+fn pass(to: &OwnedFd, secret: &Secret, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(files)) {
+        return Err(Errno::NOBUFS.into());
+    }
+    sendmsg(to, &[IoSlice::new(secret)], &mut control, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// # Errors
+/// `EAGAIN` when nobody has connected.
+fn accept(at: &OwnedFd) -> io::Result<Peer> {
+    Ok(Peer::new(accept_with(at, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?))
+}
+
+/// A socket that listens at a name. Whoever has connected and was not accepted is treated as any other [`Peer`].
+struct Listener {
+    socket: Option<OwnedFd>,
+    generation: u64,
+}
+
+impl Listener {
+    fn new(at: &SocketAddrUnix) -> io::Result<Listener> {
+        let socket = unix()?;
+        bind(&socket, at)?;
+        listen(&socket, TRIES as i32)?;
+        Ok(Listener { socket: Some(socket), generation: fork::generation() })
+    }
+
+    /// Whoever has connected, one after the other.
+    fn peers(&self) -> impl Iterator<Item = Peer> {
+        std::iter::from_fn(|| accept(self.socket.as_ref()?).ok())
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let Some(socket) = self.socket.take() else { return };
+        // In a child, those who wait are the parent's.
+        if self.generation == fork::generation() && shutdown(&socket, Shutdown::Read).is_ok() {
+            // Nobody can connect from now on.
+            loop {
+                match accept(&socket) {
+                    Ok(peer) => drop(peer),
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
+                    Err(_) => break,
+                }
+            }
+        }
+        keep(socket);
+    }
+}
+
 /// A client's end, which waits for its server.
 pub struct Asked {
-    listener: OwnedFd,
+    listener: Listener,
     secret: Secret,
 }
 
@@ -197,12 +399,13 @@ impl Asked {
     /// Begins to listen. What is to be said in the MPA Request is appended to `private_data`.
     ///
     /// # Errors
-    /// The errno of what the system refuses.
+    /// The errno of what the system refuses; `EACCES` if strangers have used it too often ([`Peer`]).
     pub fn new(private_data: &mut Vec<u8>) -> io::Result<Asked> {
+        if KEPT.load(Relaxed) >= KEPT_MOST {
+            return Err(Errno::ACCESS.into());
+        }
         let (public, secret) = (random()?, random()?);
-        let listener = unix()?;
-        bind(&listener, &name(&public)?)?;
-        listen(&listener, TRIES as i32)?;
+        let listener = Listener::new(&name(&public)?)?;
         private_data.extend_from_slice(&[&MARK[..], &public, &secret].concat());
         Ok(Asked { listener, secret })
     }
@@ -210,15 +413,12 @@ impl Asked {
     /// The outcome, once the MPA Reply is here. `None`: the server does not share memory, or something failed.
     pub fn end(self, private_data: &[u8], spins: bool) -> Option<Rings> {
         let answer: Secret = find(private_data)?;
-        for _ in 0..TRIES {
-            // A server that connected before it said so in the Reply is already here.
-            let Ok(peer) = accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
-                break;
-            };
-            let Ok(Some(theirs)) = take(&peer, &self.secret) else { continue };
+        // A server that connected before it said so in the Reply is already here. The kernel lets one more wait than it was told.
+        for peer in self.listener.peers().take(TRIES + 1) {
+            let Ok(Some(theirs)) = peer.take(&self.secret) else { continue };
             // This is the server: what fails from here on fails for good.
             let (own, file) = Own::new().ok()?;
-            pass(&peer, &answer, file).ok()?;
+            peer.pass(&answer, file).ok()?;
             return Some(Rings::new(own, theirs, spins));
         }
         None
@@ -227,7 +427,7 @@ impl Asked {
 
 /// A server's end, which waits for its client's answer.
 pub struct Offered {
-    peer: OwnedFd,
+    peer: Peer,
     secret: Secret,
     own: Option<Own>,
 }
@@ -246,17 +446,21 @@ pub enum Answer {
 
 impl Offered {
     /// An offer to a client that has asked for it. What is to be said in the MPA Reply is appended to `reply`. `None`: the
-    /// client has not asked, or is elsewhere, or something failed.
+    /// client has not asked, or is elsewhere, or is not trusted ([`Peer`]), or something failed.
     pub fn new(private_data: &[u8], reply: &mut Vec<u8>) -> Option<Offered> {
         let asked: [u8; 2 * SECRET] = find(private_data)?;
         let (public, theirs) = asked.split_first_chunk::<SECRET>()?;
         let theirs: &Secret = theirs.first_chunk()?;
         let offer = || {
-            let peer = unix()?;
-            connect(&peer, &name(public)?)?;
+            let socket = unix()?;
+            connect(&socket, &name(public)?)?;
+            let peer = Peer::new(socket);
+            if !is_trusted(peer.user()?) {
+                return Err(Errno::ACCESS.into());
+            }
             let secret = random()?;
             let (own, file) = Own::new()?;
-            pass(&peer, theirs, file)?;
+            peer.pass(theirs, file)?;
             Ok::<_, io::Error>(Offered { peer, secret, own: Some(own) })
         };
         let offered = offer().ok()?;
@@ -266,7 +470,7 @@ impl Offered {
 
     /// What the client has answered by now.
     pub fn answer(&mut self, spins: bool) -> Answer {
-        match take(&self.peer, &self.secret) {
+        match self.peer.take(&self.secret) {
             Ok(Some(theirs)) => match self.own.take() {
                 Some(own) => Answer::Accepted(Rings::new(own, theirs, spins)),
                 None => Answer::Useless,
@@ -276,49 +480,6 @@ impl Offered {
             Err(_) => Answer::Declined,
         }
     }
-}
-
-/// Passes a segment, and shows the secret of the end that is to have it.
-fn pass(to: &OwnedFd, secret: &Secret, file: OwnedFd) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let files = [file.as_fd()];
-    if !control.push(SendAncillaryMessage::ScmRights(&files)) {
-        return Err(Errno::NOBUFS.into());
-    }
-    sendmsg(to, &[IoSlice::new(secret)], &mut control, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
-    Ok(())
-}
-
-/// The segment that was passed with our secret. `None` if the secret is not ours, or what was passed is not a segment, or
-/// cannot be mapped.
-///
-/// # Errors
-/// `EAGAIN` when nothing has come yet; another errno when nothing will.
-fn take(from: &OwnedFd, secret: &Secret) -> io::Result<Option<Theirs>> {
-    // Room for one byte and one descriptor too many, so that anything longer is refused.
-    let mut shown = [0; SECRET + 1];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let got = recvmsg(from, &mut [IoSliceMut::new(&mut shown)], &mut control, flags)?;
-    if got.bytes == 0 {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    // Dropping them closes them.
-    let mut files: Vec<OwnedFd> = control
-        .drain()
-        .filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(files) => Some(files),
-            _ => None,
-        })
-        .flatten()
-        .collect();
-    let whole = !got.flags.intersects(ReturnFlags::CTRUNC | ReturnFlags::TRUNC);
-    if !whole || got.bytes != SECRET || shown[..SECRET] != secret[..] || files.len() != 1 {
-        return Ok(None);
-    }
-    Ok(files.pop().and_then(|file| Theirs::new(file).ok()))
 }
 
 #[cfg(test)]

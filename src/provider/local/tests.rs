@@ -449,68 +449,182 @@ fn said(private_data: &[u8]) -> (SocketAddrUnix, Secret) {
     (name(asked.first_chunk().unwrap()).unwrap(), *asked.last_chunk().unwrap())
 }
 
+/// Does something in a process of its own: from then on, that one does not trust the user of these tests.
+fn elsewhere(work: impl FnOnce()) {
+    let child = fork::testing::fork(|| {
+        work();
+        true
+    });
+    assert!(child.succeeded());
+}
+
+/// What a client has asked for at a listener of a test.
+fn asked() -> (OwnedFd, Vec<u8>) {
+    let public = random().unwrap();
+    let listener = unix().unwrap();
+    bind(&listener, &name(&public).unwrap()).unwrap();
+    listen(&listener, 1).unwrap();
+    (listener, [&MARK[..], &public, &[1; SECRET]].concat())
+}
+
+/// A descriptor that is closed only after minutes, unless others have it too.
+fn lingering() -> OwnedFd {
+    let (client, server) = sockets();
+    sockopt::set_socket_linger(&client, Some(Duration::from_secs(200))).unwrap();
+    client.set_nonblocking(true).unwrap();
+    while std::io::Write::write(&mut &client, &[0; 1 << 16]).is_ok() {}
+    std::mem::forget(server);
+    client.into()
+}
+
+fn segment_file() -> OwnedFd {
+    Own::new().unwrap().1
+}
+
 #[test]
 fn who_does_not_show_the_secret_is_passed_over() {
-    let mut request = Vec::new();
-    let asked = Asked::new(&mut request).unwrap();
-    let (to, secret) = said(&request);
-    let mut squatters = Vec::new();
-    for wrong in 0..4 {
-        let peer = unix().unwrap();
-        connect(&peer, &to).unwrap();
-        let file = || Own::new().unwrap().1;
-        match wrong {
-            // Nothing; a secret of its own; the right one without a segment; and with something else.
-            0 => {}
-            1 => pass(&peer, &[7; SECRET], file()).unwrap(),
-            2 => drop(rustix::net::send(&peer, &secret, SendFlags::NOSIGNAL).unwrap()),
-            _ => pass(&peer, &secret, std::fs::File::open("/dev/null").unwrap().into()).unwrap(),
+    elsewhere(|| {
+        let mut request = Vec::new();
+        let asked = Asked::new(&mut request).unwrap();
+        let (to, secret) = said(&request);
+        let mut squatters = Vec::new();
+        for wrong in 0..4 {
+            let peer = unix().unwrap();
+            connect(&peer, &to).unwrap();
+            match wrong {
+                // Nothing; a secret of its own; the right one without a segment; and with something else.
+                0 => {}
+                1 => pass(&peer, &[7; SECRET], &[segment_file().as_fd()]).unwrap(),
+                2 => drop(rustix::net::send(&peer, &secret, SendFlags::NOSIGNAL).unwrap()),
+                _ => pass(&peer, &secret, &[std::fs::File::open("/dev/null").unwrap().as_fd()]).unwrap(),
+            }
+            squatters.push(peer);
         }
-        squatters.push(peer);
-    }
-    let mut reply = Vec::new();
-    let mut offered = Offered::new(&request, &mut reply).unwrap();
-    assert!(matches!(offered.answer(false), Answer::Nothing));
-    assert!(asked.end(&reply, false).is_some());
-    assert!(matches!(offered.answer(false), Answer::Accepted(_)));
+        let mut reply = Vec::new();
+        let mut offered = Offered::new(&request, &mut reply).unwrap();
+        assert!(matches!(offered.answer(false), Answer::Nothing));
+        assert!(asked.end(&reply, false).is_some());
+        assert!(matches!(offered.answer(false), Answer::Accepted(_)));
+        drop(offered);
+        assert_eq!(KEPT.load(Relaxed), 3, "one of them has sent nothing");
+    });
 }
 
 #[test]
 fn a_server_takes_no_answer_but_that_of_who_has_read_its_reply() {
-    for (wrong, more) in [([7; SECRET], 0), ([0; SECRET], 1)] {
-        let public = random().unwrap();
-        let listener = unix().unwrap();
-        bind(&listener, &name(&public).unwrap()).unwrap();
-        listen(&listener, 1).unwrap();
-        let mut reply = Vec::new();
-        let request = [&MARK[..], &public, &[1; SECRET]].concat();
-        let mut offered = Offered::new(&request, &mut reply).unwrap();
-        let peer = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
-        let secret: Secret = if more == 0 { wrong } else { find(&reply).unwrap() };
-        if more == 0 {
-            pass(&peer, &secret, Own::new().unwrap().1).unwrap();
-        } else {
-            // Two segments.
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-            let mut control = SendAncillaryBuffer::new(&mut space);
-            let files = [Own::new().unwrap().1, Own::new().unwrap().1];
-            let files = [files[0].as_fd(), files[1].as_fd()];
-            assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
-            sendmsg(&peer, &[IoSlice::new(&secret)], &mut control, SendFlags::empty()).unwrap();
-        }
-        assert!(matches!(offered.answer(false), Answer::Useless));
+    for segments in [1, 2] {
+        elsewhere(|| {
+            let (listener, request) = asked();
+            let mut reply = Vec::new();
+            let mut offered = Offered::new(&request, &mut reply).unwrap();
+            let peer = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+            let secret = if segments == 1 { [7; SECRET] } else { find(&reply).unwrap() };
+            let files = [segment_file(), segment_file()];
+            pass(&peer, &secret, &[files[0].as_fd(), files[1].as_fd()][..segments]).unwrap();
+            assert!(matches!(offered.answer(false), Answer::Useless));
+        });
     }
+}
+
+#[test]
+fn a_server_waits_for_nothing_that_a_client_passes() {
+    for (what, wrong, lingers, segments, more) in [
+        ("without the secret", Some([7; SECRET]), 1, 0, false),
+        ("with the secret", None, 1, 0, false),
+        ("beside a segment", None, 1, 1, false),
+        ("in great number", None, 9, 1, false),
+        ("after a segment", None, 0, 1, true),
+    ] {
+        elsewhere(|| {
+            let began = Instant::now();
+            let (listener, request) = asked();
+            let mut reply = Vec::new();
+            let mut offered = Offered::new(&request, &mut reply).unwrap();
+            let peer = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+            let secret = wrong.unwrap_or_else(|| find(&reply).unwrap());
+            let say = |bytes: &[u8], lingers: usize, segments: usize| {
+                let files: Vec<_> =
+                    (0..lingers).map(|_| lingering()).chain((0..segments).map(|_| segment_file())).collect();
+                let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(10))];
+                let mut control = SendAncillaryBuffer::new(&mut space);
+                assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+                sendmsg(&peer, &[IoSlice::new(bytes)], &mut control, SendFlags::empty()).unwrap();
+            };
+            say(&secret, lingers, segments);
+            if more {
+                // A message of nothing but a descriptor.
+                say(&[], 1, 0);
+            }
+            assert_eq!(
+                matches!(offered.answer(false), Answer::Accepted(_)),
+                what == "after a segment",
+                "{what}"
+            );
+            drop(offered);
+            assert!(began.elapsed() < Duration::from_secs(100), "{what}");
+            assert!(Offered::new(&request, &mut reply).is_none(), "{what}: the user is trusted no more");
+        });
+    }
+}
+
+#[test]
+fn a_client_waits_for_nothing_that_strangers_pass() {
+    elsewhere(|| {
+        let began = Instant::now();
+        for turn in 1.. {
+            let mut request = Vec::new();
+            // Too many of them, and nobody listens any more.
+            let Ok(asked) = Asked::new(&mut request) else {
+                assert_eq!(turn, 1 + KEPT_MOST / 2);
+                break;
+            };
+            let (to, secret) = said(&request);
+            let stranger = |secret| {
+                let peer = unix().unwrap();
+                connect(&peer, &to).unwrap();
+                pass(&peer, secret, &[lingering().as_fd()]).unwrap();
+                peer
+            };
+            let first = stranger(&[7; SECRET]);
+            let server = unix().unwrap();
+            connect(&server, &to).unwrap();
+            pass(&server, &secret, &[segment_file().as_fd()]).unwrap();
+            let last = stranger(&[0; SECRET]);
+            assert!(asked.end(&[&MARK[..], &[9; SECRET]].concat(), false).is_some());
+            drop((first, last));
+        }
+        assert!(began.elapsed() < Duration::from_secs(100));
+    });
+}
+
+#[test]
+fn nobody_is_distrusted_who_has_declined() {
+    elsewhere(|| {
+        for _ in 0..2 {
+            // One goes away without a word, with what was passed to it unread.
+            let (listener, request) = asked();
+            let mut offered = Offered::new(&request, &mut Vec::new()).unwrap();
+            drop(listener);
+            assert!(matches!(offered.answer(false), Answer::Declined));
+            // One has not answered yet.
+            let (_listener, request) = asked();
+            assert!(matches!(
+                Offered::new(&request, &mut Vec::new()).unwrap().answer(false),
+                Answer::Nothing
+            ));
+            // Nobody has come.
+            drop(Asked::new(&mut Vec::new()).unwrap());
+        }
+        assert_eq!(KEPT.load(Relaxed), 0);
+    });
 }
 
 #[test]
 fn who_speaks_before_it_has_answered_is_refused_and_not_waited_for() {
     let sockets = sockets();
     let mut server = Iwarp::responder(sockets.1.as_raw_fd(), sharing(Sharing::May)).unwrap();
-    let public = random().unwrap();
-    let listener = unix().unwrap();
-    bind(&listener, &name(&public).unwrap()).unwrap();
-    listen(&listener, 1).unwrap();
-    let private_data = [&MARK[..], &public, &[1; SECRET]].concat();
+    let (_listener, private_data) = asked();
     let offer = iwarp::mpa::Offer { crc: false, ird: 1, ord: 1 };
     let request = iwarp::mpa::StartFrame::request(&offer, 2, &private_data).encode();
     let say = |bytes: &[u8]| socket::send(sockets.0.as_raw_fd(), &[IoVec::from_slice(bytes)]).unwrap();

@@ -101,7 +101,7 @@ impl Listener {
     /// them.
     ///
     /// On RoCE and InfiniBand both come from the private data of the request, where anybody who can send a datagram can
-    /// write what he likes. He cannot choose where our answers go: to the GID of the path, which on RoCE is an IP address
+    /// write anything. They cannot choose where our answers go: to the GID of the path, which on RoCE is an IP address
     /// too. A port proves nothing there: the first 1024, which over TCP indicate a privileged caller, are shown as other
     /// ports.
     fn admit(&self, id: &Id, known: bool) -> Result<(SocketAddr, SocketAddr), Error> {

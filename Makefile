@@ -166,6 +166,7 @@ nfs41: all
 
 check:
 	@bash tests/packages.sh check
+	@$(MAKE) --no-print-directory -j2 all nfs3 nfs41
 	@$(MAKE) --no-print-directory check-here
 # Two at a time: most tests wait for something. valgrind and the other C tests take as long as what cargo does. An ordinary
 # user's tests use the same ports, and run one after the other.

@@ -319,7 +319,8 @@ bool_t rpcrdma_clnt_peer(CLIENT *clnt,
                          size_t size);
 
 // Copies to *peer what is known about the client of an accepted connection; `xprt` is the transport that its requests
-// come with. Otherwise as rpcrdma_clnt_peer(). FALSE, and *peer untouched, for any other SVCXPRT too.
+// come with. `size` is as with rpcrdma_clnt_peer(). FALSE, and *peer untouched, where that function fails, and for any other
+// SVCXPRT.
 //
 // `xprt` is NULL or a live transport; `peer` is NULL or has room for `size` bytes.
 bool_t rpcrdma_svc_peer(SVCXPRT *xprt,
@@ -331,8 +332,8 @@ bool_t rpcrdma_svc_peer(SVCXPRT *xprt,
 // expired. The peer may still comply then: rpcrdma_clnt_peer() shows whether it has, and repeating the request resumes
 // the wait. A connection has one request outstanding at a time.
 //
-// -1 if the connection speaks Version One or is lost, if an earlier request is not settled, or if there is no such
-// value: clnt_perror() prints why.
+// -1 if the connection speaks Version One or is lost, if an earlier request is not settled, if the peer does not support
+// the extension, or if there is no such characteristic or value: clnt_perror() prints why.
 //
 // `clnt` is NULL or a live CLIENT.
 int rpcrdma_clnt_request(CLIENT *clnt,
@@ -392,7 +393,8 @@ bool_t rpcrdma_svc_placed(SVCXPRT *xprt,
 // the buffer, and data_len, which is the buffer's size) gets the result there without a copy.
 //
 // Both ends should have the same binding; where only one has it, calls work without it. FALSE, and
-// clnt_spcreateerror() says why, for a procedure that has a binding already.
+// clnt_spcreateerror() says why, for a procedure that has a binding already, for NULL, an invalid size, or settings that
+// cannot be read.
 //
 // `binding` is NULL or points to a binding; its functions and its closure stay valid for the life of the process.
 bool_t rpcrdma_binding_register(const struct rpcrdma_binding *binding);

@@ -24,7 +24,7 @@ use crate::binding::{Stop, Walk, Walked, Walker};
 use crate::connection::characteristics::Wish;
 use crate::driver::Peer;
 use crate::error::{Error, Kind};
-use crate::ffi::{Fd, guard, guard_in_steps_cancellable};
+use crate::ffi::{OrMinusOne, guard, guard_in_steps_cancellable};
 use crate::memory::registered;
 use crate::socket::Sockaddr;
 use crate::tirpc::interpose::{clnt_tli_create, creation, svc_tli_create};
@@ -483,7 +483,8 @@ pub unsafe extern "C" fn rpcrdma_clnt_peer(
 }
 
 /// Copies to *peer what is known about the client of an accepted connection; `xprt` is the transport that its requests
-/// come with. Otherwise as rpcrdma_clnt_peer(). FALSE, and *peer untouched, for any other SVCXPRT too.
+/// come with. `size` is as with rpcrdma_clnt_peer(). FALSE, and *peer untouched, where that function fails, and for any other
+/// SVCXPRT.
 ///
 /// # Safety
 /// `xprt` is NULL or a live transport; `peer` is NULL or has room for `size` bytes.
@@ -508,8 +509,8 @@ pub unsafe extern "C" fn rpcrdma_svc_peer(
 /// expired. The peer may still comply then: rpcrdma_clnt_peer() shows whether it has, and repeating the request resumes
 /// the wait. A connection has one request outstanding at a time.
 ///
-/// -1 if the connection speaks Version One or is lost, if an earlier request is not settled, or if there is no such
-/// value: clnt_perror() prints why.
+/// -1 if the connection speaks Version One or is lost, if an earlier request is not settled, if the peer does not support
+/// the extension, or if there is no such characteristic or value: clnt_perror() prints why.
 ///
 /// # Safety
 /// `clnt` is NULL or a live CLIENT.
@@ -522,7 +523,7 @@ pub unsafe extern "C-unwind" fn rpcrdma_clnt_request(
 ) -> c_int {
     guard_in_steps_cancellable(|| {
         // SAFETY: by the contract.
-        Ok(Fd(match unsafe { client::request(clnt, which, value, timeout) }? {
+        Ok(OrMinusOne(match unsafe { client::request(clnt, which, value, timeout) }? {
             Wish::Done => RPCRDMA_DONE,
             Wish::Rejected => RPCRDMA_REJECTED,
             Wish::Asked | Wish::Pending => RPCRDMA_PENDING,
@@ -658,7 +659,8 @@ pub struct rpcrdma_binding {
 /// the buffer, and data_len, which is the buffer's size) gets the result there without a copy.
 ///
 /// Both ends should have the same binding; where only one has it, calls work without it. FALSE, and
-/// clnt_spcreateerror() says why, for a procedure that has a binding already.
+/// clnt_spcreateerror() says why, for a procedure that has a binding already, for NULL, an invalid size, or settings that
+/// cannot be read.
 ///
 /// # Safety
 /// `binding` is NULL or points to a binding; its functions and its closure stay valid for the life of the process.

@@ -1,5 +1,5 @@
-//! Everything tunable, under one name: environment `RPCRDMA_CREDITS`, file `/etc/rpcrdma.conf` `credits =
-//! 32`; and the bindings that are written in files.
+//! Everything tunable, under one name: `RPCRDMA_CREDITS` in the environment, `credits = 32` in the file
+//! `/etc/rpcrdma.conf`; and the bindings that are written in files.
 //!
 //! Owns THE table of settings: names, defaults, parsers and the text that the manual repeats; and the rule for what
 //! is not understood. Leaves to `capi` and `tirpc` the controls of one handle, which start from these values, and to

@@ -38,7 +38,7 @@ impl FromFailure for () {
 
 /// `bool_t` and status returns alike: 0 is FALSE.
 ///
-/// A function whose failure is -1 returns [`Fd`].
+/// A function whose failure is -1 returns [`OrMinusOne`].
 impl FromFailure for c_int {
     fn from_failure(_: &Error) -> c_int {
         0
@@ -64,14 +64,14 @@ impl<T> FromFailure for *const T {
     }
 }
 
-/// An `int` whose failure value is -1: a file descriptor, or 0 for success.
+/// An `int` whose failure value is -1.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fd(pub c_int);
+pub struct OrMinusOne(pub c_int);
 
-impl FromFailure for Fd {
-    fn from_failure(_: &Error) -> Fd {
-        Fd(-1)
+impl FromFailure for OrMinusOne {
+    fn from_failure(_: &Error) -> OrMinusOne {
+        OrMinusOne(-1)
     }
 }
 
@@ -503,7 +503,7 @@ mod tests {
     fn an_error_becomes_the_failure_value_of_each_type() {
         let fail = || Error::new(Kind::Timeout, "too late");
         assert_eq!(guard::<c_int>(|| Err(fail())), 0);
-        assert_eq!(guard::<Fd>(|| Err(fail())), Fd(-1));
+        assert_eq!(guard::<OrMinusOne>(|| Err(fail())), OrMinusOne(-1));
         assert_eq!(guard::<c_uint>(|| Err(fail())), 5);
         assert_eq!(last_error().expect("kept").text(), "too late");
         assert_eq!(guard(|| Ok(3)), 3);

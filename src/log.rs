@@ -61,11 +61,6 @@ impl Level {
             Level::Wire => "wire",
         }
     }
-
-    /// The level with this name.
-    pub fn from_name(name: &str) -> Option<Level> {
-        Level::ALL.into_iter().find(|level| level.name() == name)
-    }
 }
 
 /// Writes a line at level error: what made a call or a connection fail.
@@ -475,14 +470,6 @@ mod tests {
         let on = Level::ALL.map(|level| log.enabled(level));
         assert_eq!(on, [true, true, true, false, false]);
         assert_eq!(Level::ALL.map(|level| Log::new().enabled(level)), [false; 5]);
-    }
-
-    #[test]
-    fn every_level_is_found_by_its_name_only() {
-        for level in Level::ALL {
-            assert_eq!(Level::from_name(level.name()), Some(level));
-        }
-        assert_eq!([Level::from_name("Error"), Level::from_name(""), Level::from_name("off")], [None; 3]);
     }
 
     #[test]

@@ -330,8 +330,11 @@ impl Memory {
     /// What `is_flooded` has found.
     pub fn flood(&self) -> String {
         let (replies, messages) = (self.exposed.bytes(), self.received.bytes());
+        let (own_replies, own_messages) = (self.own.bytes(), self.own_received.bytes());
+        let share = FLOOD_SHARE.max(self.longest.load(Relaxed));
         format!(
-            "{replies} bytes of Reply chunks and {messages} of Receives are held, and {FLOOD} of one kind are the limit"
+            "it has filled {own_replies} of {replies} bytes of Reply chunks and {own_messages} of {messages} of Receives, and \
+             may fill {share} and {FLOOD_RECEIVES} of them where there are more than {FLOOD}"
         )
     }
 

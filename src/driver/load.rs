@@ -516,7 +516,7 @@ fn a_server_that_fills_much_more_than_its_calls_have_taken_is_cut_off() {
         call(&*ends.client, 0, 40, 40).unwrap();
         let last = filled();
         let error = call(&*ends.client, 0, 40, 40).unwrap_err();
-        assert!(error.text().contains("faster than they are taken: 114085"), "{error}");
+        assert!(error.text().contains("faster than they are taken: it has filled 114085"), "{error}");
         drop((areas, last));
         ends.end();
     });

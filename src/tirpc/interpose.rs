@@ -37,7 +37,8 @@ use crate::config::{self, Config};
 use crate::driver::start;
 use crate::error::{Error, Kind};
 use crate::ffi::{
-    self, Fd, Inside, Uncancelled, guard_around, guard_passing, guard_passing_in_steps_cancellable, step,
+    self, Inside, OrMinusOne, Uncancelled, guard_around, guard_passing, guard_passing_in_steps_cancellable,
+    step,
 };
 use crate::per_thread::{self, Owned};
 use crate::socket::Sockaddr;
@@ -804,10 +805,10 @@ pub unsafe extern "C" fn rpc_reg(
     decode: XdrProc,
     encode: XdrProc,
     nettype: *mut c_char,
-) -> Fd {
+) -> OrMinusOne {
     guard_passing(|| {
         // SAFETY: the caller's own arguments.
-        Ok(Fd(unsafe { real::RPC_REG.get()?(prog, vers, proc, registered, decode, encode, nettype) }))
+        Ok(OrMinusOne(unsafe { real::RPC_REG.get()?(prog, vers, proc, registered, decode, encode, nettype) }))
     })
 }
 

@@ -124,6 +124,7 @@ impl<'a> SegmentArray<'a> {
     }
 
     /// Sum of the segments' lengths: 0 in an empty and in an unused chunk.
+    #[cfg(any(test, feature = "fuzz"))]
     pub fn total_length(&self) -> u64 {
         // No overflow: a message has fewer than 2^32 segments, each shorter than 2^32.
         self.iter().map(|segment| u64::from(segment.length)).sum()

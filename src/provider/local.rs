@@ -19,7 +19,7 @@
 //! segment into which nothing is ever written, since they cannot answer with the server's secret, which went over TCP. A
 //! secret is 128 bits from getrandom(2), and good for one connection.
 //!
-//! What the other end passes may be any descriptor, also one that takes as long to close as that end likes; [`Peer`] says
+//! What the other end passes may be any descriptor, also one that takes as long to close as that end likes; `Peer` says
 //! what is done about that.
 //!
 //! `memory::shared` says what the other end may do with the memory, and `rings` what it may do with the numbers in it.
@@ -191,7 +191,7 @@ fn find<const N: usize>(private_data: &[u8]) -> Option<[u8; N]> {
     private_data[at + MARK.len()..].first_chunk().copied()
 }
 
-/// How many sockets are kept open for what is left in them ([`Peer`]). With that many, the process shares memory with nobody new.
+/// How many sockets are kept open for what is left in them (`Peer`). With that many, the process shares memory with nobody new.
 const KEPT_MOST: usize = 16;
 
 /// How many are.
@@ -212,7 +212,7 @@ fn is_trusted(user: u32) -> bool {
 /// process itself provides. Whatever was passed over a socket and not taken is closed with the socket, and a
 /// descriptor that was taken has to be closed too. So descriptors are looked at before they are taken, only a segment is
 /// taken, and a socket with anything else left in it stays open until the process ends. Its user shares memory with
-/// this process no more, and nobody does once there are [`KEPT_MOST`] of them.
+/// this process no more, and nobody does once there are `KEPT_MOST` of them.
 struct Peer {
     /// Always there, until it is dropped.
     socket: Option<OwnedFd>,
@@ -351,7 +351,7 @@ fn accept(at: &OwnedFd) -> io::Result<Peer> {
     Ok(Peer::new(accept_with(at, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?))
 }
 
-/// A socket that listens at a name. Whoever has connected and was not accepted is treated as any other [`Peer`].
+/// A socket that listens at a name. Whoever has connected and was not accepted is treated as any other `Peer`.
 struct Listener {
     socket: Option<OwnedFd>,
     generation: u64,
@@ -399,7 +399,7 @@ impl Asked {
     /// Begins to listen. What is to be said in the MPA Request is appended to `private_data`.
     ///
     /// # Errors
-    /// The errno of what the system refuses; `EACCES` if strangers have used it too often ([`Peer`]).
+    /// The errno of what the system refuses; `EACCES` if strangers have used it too often (`Peer`).
     pub fn new(private_data: &mut Vec<u8>) -> io::Result<Asked> {
         if KEPT.load(Relaxed) >= KEPT_MOST {
             return Err(Errno::ACCESS.into());
@@ -446,7 +446,7 @@ pub enum Answer {
 
 impl Offered {
     /// An offer to a client that has asked for it. What is to be said in the MPA Reply is appended to `reply`. `None`: the
-    /// client has not asked, or is elsewhere, or is not trusted ([`Peer`]), or something failed.
+    /// client has not asked, or is elsewhere, or is not trusted (`Peer`), or something failed.
     pub fn new(private_data: &[u8], reply: &mut Vec<u8>) -> Option<Offered> {
         let asked: [u8; 2 * SECRET] = find(private_data)?;
         let (public, theirs) = asked.split_first_chunk::<SECRET>()?;

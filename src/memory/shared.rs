@@ -26,7 +26,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
 use std::time::Duration;
 
-use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, Stat};
 use rustix::fs::{fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create, open};
 use rustix::io::Errno;
 
@@ -53,6 +53,9 @@ const HEAD: usize = 4 << 10;
 /// Bytes of a segment. Not a multiple of a huge page: memory of huge pages passed by a peer, which may run out under our hands,
 /// cannot have this length.
 pub const SIZE: usize = HEAD + RING + OUTBOX;
+
+/// The kernel may round what a file has up to this.
+const HUGE_PAGE: u64 = 2 << 20;
 
 /// Segments that a process maps: a process may have 65,530 mappings, and its program needs some.
 const MOST: usize = 16 << 10;
@@ -318,9 +321,12 @@ pub struct Theirs(Mapping);
 impl Theirs {
     /// Whether this is a segment that keeps its length. Nothing that a peer may have passed makes this wait.
     pub fn is_segment(file: &OwnedFd) -> bool {
-        // Only files in memory have seals; of others, nothing more is asked.
-        fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS))
-            && fstat(file).is_ok_and(|stat| stat.st_size == SIZE as i64)
+        // Only files in memory have seals; of others, nothing more is asked. One may have pages beyond its end, from before it
+        // was sealed, which whoever closes it last would have to free: no more than a huge page's.
+        let fits = |stat: Stat| {
+            stat.st_size == SIZE as i64 && stat.st_blocks as u64 * 512 <= SIZE as u64 + HUGE_PAGE
+        };
+        fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS)) && fstat(file).is_ok_and(fits)
     }
 
     /// Maps what a peer has passed.

@@ -37,8 +37,9 @@ use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind,
-    connect, listen, recvmsg, sendmsg, shutdown, socket_with, sockopt,
+    connect, listen, recvmsg, sendmsg, shutdown, socket_with, socketpair, sockopt,
 };
+use rustix::process::geteuid;
 
 use super::iwarp::{self, Iwarp};
 use super::{Device, Options, QueuePair, Traits, Way};
@@ -200,6 +201,12 @@ static KEPT: AtomicUsize = AtomicUsize::new(0);
 /// Whose they are: the numbers of users, plus 1.
 static DISTRUSTED: [AtomicU64; KEPT_MOST] = [const { AtomicU64::new(0) }; KEPT_MOST];
 
+/// The most offers to processes of other users at a time: each may end with a socket that is kept.
+const OFFERS_MOST: usize = 32;
+
+/// How many there are.
+static OFFERS: AtomicUsize = AtomicUsize::new(0);
+
 /// Whether memory may be shared with processes of this user.
 fn is_trusted(user: u32) -> bool {
     let kept = KEPT.load(Relaxed);
@@ -216,27 +223,21 @@ fn is_trusted(user: u32) -> bool {
 struct Peer {
     /// Always there, until it is dropped.
     socket: Option<OwnedFd>,
+    /// What the other end has to show.
+    secret: Secret,
+    /// Whose process that is, at a server.
+    client: Option<u32>,
     /// The process that it belongs to: a child that was forked has a copy.
     generation: u64,
 }
 
 impl Peer {
-    fn new(socket: OwnedFd) -> Peer {
-        Peer { socket: Some(socket), generation: fork::generation() }
+    fn new(socket: OwnedFd, secret: Secret, client: Option<u32>) -> Peer {
+        Peer { socket: Some(socket), secret, client, generation: fork::generation() }
     }
 
     fn socket(&self) -> io::Result<&OwnedFd> {
         self.socket.as_ref().ok_or_else(|| Errno::BADF.into())
-    }
-
-    /// The number of the user whose process has connected, or listened.
-    fn user(&self) -> io::Result<u32> {
-        Ok(sockopt::socket_peercred(self.socket()?)?.uid.as_raw())
-    }
-
-    /// Passes a segment, and shows the secret of the end that is to have it.
-    fn pass(&self, secret: &Secret, file: OwnedFd) -> io::Result<()> {
-        pass(self.socket()?, secret, &[file.as_fd()])
     }
 
     /// The segment that was passed with our secret. `None` if the secret is not ours, or what was passed is not a segment, or
@@ -244,15 +245,20 @@ impl Peer {
     ///
     /// # Errors
     /// `EAGAIN` when nothing has come yet; another errno when nothing will.
-    fn take(&self, secret: &Secret) -> io::Result<Option<Theirs>> {
-        let socket = self.socket()?;
+    fn take(&self) -> io::Result<Option<Theirs>> {
+        Ok(self.segment(self.socket()?)?.and_then(|file| Theirs::new(file).ok()))
+    }
+
+    /// The next message, if it is a segment with our secret. Anything else is left where it is.
+    fn segment(&self, socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
         // One byte too many, so that anything longer is refused.
         let mut shown = [0; SECRET + 1];
-        let got = look(socket, &mut shown, &mut RecvAncillaryBuffer::default())?;
-        if got.0 == 0 && got.1.is_empty() {
+        let (bytes, flags) = look(socket, &mut shown, &mut RecvAncillaryBuffer::default())?;
+        if bytes == 0 && flags.is_empty() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        if got.0 != SECRET || shown[..SECRET] != secret[..] {
+        let distrusted = self.client.is_some_and(|user| !is_trusted(user));
+        if bytes != SECRET || shown[..SECRET] != self.secret[..] || distrusted {
             return Ok(None);
         }
         // The same once more, with a copy of the descriptor: the kernel has room for two here, and says so if there are more.
@@ -272,27 +278,29 @@ impl Peer {
             files.into_iter().for_each(keep);
             return Ok(None);
         }
-        // Nothing but the segment is left behind by this message.
+        // Nothing but the segment goes away with this message.
         recvmsg(socket, &mut [], &mut RecvAncillaryBuffer::default(), RecvFlags::DONTWAIT)?;
-        Ok(files.pop().and_then(|file| Theirs::new(file).ok()))
+        Ok(files.pop())
     }
 
-    /// Whether nothing was passed that was not taken. From now on nothing can be passed.
+    /// Whether nothing was passed but segments of the right peer. From now on nothing can be passed.
     fn is_empty(&self, socket: &OwnedFd) -> bool {
         // The socket of a child is the parent's too, which may still be waiting for something.
         if self.generation == fork::generation() {
+            if shutdown(socket, Shutdown::Read).is_err() {
+                return false;
+            }
+            // The peer may have ended, or we give up, before its segment was wanted. An error of the connection comes first.
+            let _ = self.segment(socket).or_else(|_| self.segment(socket));
             // With credentials, every message has something for which there is no room here: so even one of no bytes is seen.
-            if shutdown(socket, Shutdown::Read).is_err()
-                || sockopt::set_socket_passcred(socket, true).is_err()
-            {
+            if sockopt::set_socket_passcred(socket, true).is_err() {
                 return false;
             }
         }
-        // The first look may find an error of the connection in the way.
-        (0..2).any(|_| match look(socket, &mut [0], &mut RecvAncillaryBuffer::default()) {
+        match look(socket, &mut [0], &mut RecvAncillaryBuffer::default()) {
             Ok((bytes, flags)) => bytes == 0 && flags.is_empty(),
             Err(e) => e.kind() == io::ErrorKind::WouldBlock,
-        })
+        }
     }
 }
 
@@ -345,55 +353,54 @@ fn pass(to: &OwnedFd, secret: &Secret, files: &[BorrowedFd<'_>]) -> io::Result<(
     Ok(())
 }
 
-/// # Errors
-/// `EAGAIN` when nobody has connected.
-fn accept(at: &OwnedFd) -> io::Result<Peer> {
-    Ok(Peer::new(accept_with(at, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?))
-}
-
 /// A socket that listens at a name. Whoever has connected and was not accepted is treated as any other `Peer`.
 struct Listener {
     socket: Option<OwnedFd>,
+    /// What the server has to show.
+    secret: Secret,
+    /// So that those who have connected can be looked at when the program has no descriptors left.
+    spare: Option<(OwnedFd, OwnedFd)>,
     generation: u64,
 }
 
 impl Listener {
-    fn new(at: &SocketAddrUnix) -> io::Result<Listener> {
+    fn new(at: &SocketAddrUnix, secret: Secret) -> io::Result<Listener> {
+        let spare = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         let socket = unix()?;
         bind(&socket, at)?;
         listen(&socket, TRIES as i32)?;
-        Ok(Listener { socket: Some(socket), generation: fork::generation() })
+        Ok(Listener { socket: Some(socket), secret, spare: Some(spare), generation: fork::generation() })
     }
 
-    /// Whoever has connected, one after the other.
-    fn peers(&self) -> impl Iterator<Item = Peer> {
-        std::iter::from_fn(|| accept(self.socket.as_ref()?).ok())
+    /// # Errors
+    /// `EAGAIN` when nobody has connected.
+    fn accept(&mut self) -> io::Result<Peer> {
+        self.spare = None;
+        let socket = self.socket.as_ref().ok_or(Errno::BADF)?;
+        Ok(Peer::new(accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)?, self.secret, None))
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let Some(socket) = self.socket.take() else { return };
         // In a child, those who wait are the parent's.
-        if self.generation == fork::generation() && shutdown(&socket, Shutdown::Read).is_ok() {
+        let own = self.generation == fork::generation();
+        if own && self.socket.as_ref().is_some_and(|socket| shutdown(socket, Shutdown::Read).is_ok()) {
             // Nobody can connect from now on.
             loop {
-                match accept(&socket) {
+                match self.accept() {
                     Ok(peer) => drop(peer),
                     Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                     Err(_) => break,
                 }
             }
         }
-        keep(socket);
+        self.socket.take().into_iter().for_each(keep);
     }
 }
 
 /// A client's end, which waits for its server.
-pub struct Asked {
-    listener: Listener,
-    secret: Secret,
-}
+pub struct Asked(Listener);
 
 impl Asked {
     /// Begins to listen. What is to be said in the MPA Request is appended to `private_data`.
@@ -405,20 +412,21 @@ impl Asked {
             return Err(Errno::ACCESS.into());
         }
         let (public, secret) = (random()?, random()?);
-        let listener = Listener::new(&name(&public)?)?;
+        let listener = Listener::new(&name(&public)?, secret)?;
         private_data.extend_from_slice(&[&MARK[..], &public, &secret].concat());
-        Ok(Asked { listener, secret })
+        Ok(Asked(listener))
     }
 
     /// The outcome, once the MPA Reply is here. `None`: the server does not share memory, or something failed.
-    pub fn end(self, private_data: &[u8], spins: bool) -> Option<Rings> {
+    pub fn end(mut self, private_data: &[u8], spins: bool) -> Option<Rings> {
         let answer: Secret = find(private_data)?;
         // A server that connected before it said so in the Reply is already here. The kernel lets one more wait than it was told.
-        for peer in self.listener.peers().take(TRIES + 1) {
-            let Ok(Some(theirs)) = peer.take(&self.secret) else { continue };
+        for _ in 0..=TRIES {
+            let Ok(peer) = self.0.accept() else { break };
+            let Ok(Some(theirs)) = peer.take() else { continue };
             // This is the server: what fails from here on fails for good.
             let (own, file) = Own::new().ok()?;
-            peer.pass(&answer, file).ok()?;
+            pass(peer.socket().ok()?, &answer, &[file.as_fd()]).ok()?;
             return Some(Rings::new(own, theirs, spins));
         }
         None
@@ -428,8 +436,26 @@ impl Asked {
 /// A server's end, which waits for its client's answer.
 pub struct Offered {
     peer: Peer,
-    secret: Secret,
     own: Option<Own>,
+    /// What was passed, for as long as the client has not answered: when it is closed, there is a descriptor for the answer.
+    file: Option<OwnedFd>,
+    _among: Option<Among>,
+}
+
+/// One of the offers to other users' processes.
+struct Among;
+
+impl Among {
+    fn new() -> Option<Among> {
+        let among = Among;
+        (OFFERS.fetch_add(1, Relaxed) < OFFERS_MOST).then_some(among)
+    }
+}
+
+impl Drop for Among {
+    fn drop(&mut self) {
+        OFFERS.fetch_sub(1, Relaxed);
+    }
 }
 
 /// What a client has answered.
@@ -454,23 +480,29 @@ impl Offered {
         let offer = || {
             let socket = unix()?;
             connect(&socket, &name(public)?)?;
-            let peer = Peer::new(socket);
-            if !is_trusted(peer.user()?) {
+            let (secret, user) = (random()?, sockopt::socket_peercred(&socket)?.uid);
+            let among = if user.is_root() || user == geteuid() {
+                None
+            } else {
+                Some(Among::new().ok_or(Errno::ACCESS)?)
+            };
+            let peer = Peer::new(socket, secret, Some(user.as_raw()));
+            if !is_trusted(user.as_raw()) {
                 return Err(Errno::ACCESS.into());
             }
-            let secret = random()?;
             let (own, file) = Own::new()?;
-            peer.pass(theirs, file)?;
-            Ok::<_, io::Error>(Offered { peer, secret, own: Some(own) })
+            pass(peer.socket()?, theirs, &[file.as_fd()])?;
+            Ok::<_, io::Error>(Offered { peer, own: Some(own), file: Some(file), _among: among })
         };
         let offered = offer().ok()?;
-        reply.extend_from_slice(&[&MARK[..], &offered.secret].concat());
+        reply.extend_from_slice(&[&MARK[..], &offered.peer.secret].concat());
         Some(offered)
     }
 
     /// What the client has answered by now.
     pub fn answer(&mut self, spins: bool) -> Answer {
-        match self.peer.take(&self.secret) {
+        self.file = None;
+        match self.peer.take() {
             Ok(Some(theirs)) => match self.own.take() {
                 Some(own) => Answer::Accepted(Rings::new(own, theirs, spins)),
                 None => Answer::Useless,

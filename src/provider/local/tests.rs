@@ -5,7 +5,10 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
+};
+use rustix::process::{Resource, getrlimit, setrlimit};
 
 use super::rings::{LONG, WIDE, WIDE_MOST};
 use super::*;
@@ -426,6 +429,12 @@ fn only_a_segment_that_keeps_its_length_is_mapped() {
     ] {
         assert_eq!(file(bytes, seals), Err(Some(libc::EINVAL)), "{bytes} {seals:?}");
     }
+    // One that takes long to free.
+    let file = memfd_create("x", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&file, SIZE as u64).unwrap();
+    fallocate(&file, FallocateFlags::KEEP_SIZE, SIZE as u64, 16 << 20).unwrap();
+    fcntl_add_seals(&file, all).unwrap();
+    assert!(Theirs::new(file).is_err());
     let other = |path: &str| Theirs::new(std::fs::File::open(path).unwrap().into()).is_err();
     assert!(other("/proc/self/exe") && other("/dev/zero"));
 }
@@ -504,9 +513,9 @@ fn who_does_not_show_the_secret_is_passed_over() {
         let mut offered = Offered::new(&request, &mut reply).unwrap();
         assert!(matches!(offered.answer(false), Answer::Nothing));
         assert!(asked.end(&reply, false).is_some());
-        assert!(matches!(offered.answer(false), Answer::Accepted(_)));
-        drop(offered);
         assert_eq!(KEPT.load(Relaxed), 3, "one of them has sent nothing");
+        // The client is of the same user as they are.
+        assert!(matches!(offered.answer(false), Answer::Useless));
     });
 }
 
@@ -613,10 +622,75 @@ fn nobody_is_distrusted_who_has_declined() {
                 Offered::new(&request, &mut Vec::new()).unwrap().answer(false),
                 Answer::Nothing
             ));
-            // Nobody has come.
+            // One goes away, or is not waited for, when it has passed its segment.
+            let (listener, request) = asked();
+            let mut reply = Vec::new();
+            let offered = Offered::new(&request, &mut reply).unwrap();
+            let peer = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
+            pass(&peer, &find(&reply).unwrap(), &[segment_file().as_fd()]).unwrap();
+            drop(peer);
+            drop(offered);
+            // Nobody has come; a server whose Reply has not, or does not say so.
             drop(Asked::new(&mut Vec::new()).unwrap());
+            for ends in [false, true] {
+                let mut request = Vec::new();
+                let asked = Asked::new(&mut request).unwrap();
+                let _offered = Offered::new(&request, &mut reply).unwrap();
+                assert!(!ends || asked.end(&[], false).is_none());
+            }
         }
         assert_eq!(KEPT.load(Relaxed), 0);
+    });
+}
+
+/// How many descriptors this process has.
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[test]
+fn memory_is_shared_with_the_last_descriptor_and_nobody_is_distrusted_without_any() {
+    elsewhere(|| {
+        let before = descriptors();
+        let mut request = Vec::new();
+        let asked = Asked::new(&mut request).unwrap();
+        let mut reply = Vec::new();
+        let mut offered = Offered::new(&request, &mut reply).unwrap();
+        let abandoned = Asked::new(&mut request).unwrap();
+        let _unanswered = Offered::new(&request.split_off(request.len() / 2), &mut Vec::new()).unwrap();
+        // From here on, only what is given back can be used again.
+        let mut taken = Vec::new();
+        let limit = |most| {
+            let limits =
+                rustix::process::Rlimit { current: Some(most), maximum: getrlimit(Resource::Nofile).maximum };
+            setrlimit(Resource::Nofile, limits).unwrap();
+        };
+        limit(256);
+        while let Ok(file) = unix() {
+            taken.push(file);
+        }
+        drop(abandoned);
+        while let Ok(file) = unix() {
+            taken.push(file);
+        }
+        let rings = asked.end(&reply, false);
+        drop(taken);
+        assert!(rings.is_some() && matches!(offered.answer(false), Answer::Accepted(_)));
+        drop(offered);
+        assert_eq!(KEPT.load(Relaxed), 0);
+        drop(_unanswered);
+        drop(rings);
+        assert_eq!(descriptors(), before);
+    });
+}
+
+#[test]
+fn other_users_get_only_so_many_offers_at_a_time() {
+    elsewhere(|| {
+        let mut all: Vec<_> = (0..OFFERS_MOST).map(|_| Among::new().unwrap()).collect();
+        assert!(Among::new().is_none() && Among::new().is_none());
+        all.pop();
+        assert!(Among::new().is_some());
     });
 }
 

@@ -58,11 +58,11 @@ static bool show(int to, const unsigned char *secret, size_t length, const int *
 
 /* What may be sent instead of a segment. */
 enum thing {
-    SILENCE, NO_DESCRIPTOR, SURPLUS, MANY, A_PIPE, UNSEALED, TRUNCATED, SHORTER, LONG_SECRET, SHORT_SECRET, A_SEGMENT, THINGS
+    SILENCE, NO_DESCRIPTOR, SURPLUS, A_PIPE, UNSEALED, TRUNCATED, SHORTER, LONG_SECRET, SHORT_SECRET, A_SEGMENT, THINGS, MANY
 };
-static const char *const things[] = {"nothing", "no descriptor", "two descriptors", "253 descriptors", "a pipe",
-                                     "memory without seals", "memory that is truncated then", "memory of another length",
-                                     "a longer secret", "a part of the secret", "a segment"};
+static const char *const things[] = {"nothing", "no descriptor", "two descriptors", "a pipe", "memory without seals",
+                                     "memory that is truncated then", "memory of another length", "a longer secret",
+                                     "a part of the secret", "a segment"};
 
 static bool show_thing(int to, enum thing thing, const unsigned char *secret)
 {
@@ -284,6 +284,10 @@ void handshake_client(void)
     check(outcome.connected && outcome.shared && outcome.right, "the next time it does");
     holds_again(client, "the client", client_before);
     holds_again(server.pid, "the server", server_before);
+    outcome = connect_past(&server, listener, to[1], from[0], MANY, false, 1);
+    check(outcome.connected && outcome.shared && outcome.right && outcome.after <= outcome.before + 3,
+          "others show a waiting client 253 descriptors: it shares memory with its server, and keeps %d descriptors open",
+          outcome.after - outcome.before);
     told->stop = true;
     REQUIRE(write(to[1], "e", 1) == 1);
     check(ends(client, 10000 + patience()) && ends(honest, 60000), "both clients end well");
@@ -426,6 +430,29 @@ void handshake_server(bool and_wait)
         close_offer(&silent);
     }
     holds_again(server.pid, "the server", before);
+    /* Whoever closes this connection waits for its unsent bytes. The server shares no more memory with this user then. */
+    struct linger linger = {1, 300};
+    int port, lingers[2], at = listen_at_loopback(&port);
+    char bytes[4096] = {0};
+    lingers[0] = connect_to(port), lingers[1] = accept(at, NULL, NULL);
+    REQUIRE(lingers[1] >= 0 && setsockopt(lingers[0], SOL_SOCKET, SO_LINGER, &linger, sizeof linger) == 0);
+    while (send(lingers[0], bytes, sizeof bytes, MSG_DONTWAIT) > 0)
+        continue;
+    struct offer offers[2] = {get_offer(&server), get_offer(&server)};
+    REQUIRE(show(offers[0].peer, offers[0].secret, SECRET, &lingers[0], 1) && have_it_look(offers[0].tcp));
+    close(lingers[0]);
+    check(is_closed(offers[0].tcp, 1000 + patience()), "a client passes what takes long to close: that is its end");
+    REQUIRE(show_thing(offers[1].peer, MANY, offers[1].secret) && have_it_look(offers[1].tcp));
+    check(is_closed(offers[1].tcp, 1000 + patience()), "another passes 253 descriptors: the same");
+    close_offer(&offers[0]), close_offer(&offers[1]);
+    fd = ask(&server, public, other);
+    length = read_frame(fd, silent.frame);
+    check(length > 0 && find_mark(silent.frame, length, 0) == NULL, "then the server offers nothing");
+    close(fd);
+    struct held after = holds(server.pid);
+    check(after.descriptors <= before.descriptors + 6, "it has kept %d descriptors", after.descriptors - before.descriptors);
+    check(sees_answers(50), "the server serves all the while");
+    close(at), close(lingers[1]);
     told->stop = true;
     check(ends(honest, 60000 + patience()), "every call of the honest client had the right answer");
     end(server.pid);

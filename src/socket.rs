@@ -129,6 +129,21 @@ pub fn patience(fd: RawFd) -> io::Result<Option<Duration>> {
     Ok(sockopt::socket_timeout(borrow(fd)?, sockopt::Timeout::Recv)?)
 }
 
+/// The number of the user whose process is at the other end of a Unix socket: it has connected, or listened.
+///
+/// # Errors
+/// The errno of getsockopt(2).
+pub fn peer_user(fd: RawFd) -> io::Result<u32> {
+    // Not rustix's: the process may have no number in our namespace, for which its type has no value.
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: `peer` has room for `length` bytes.
+    check(unsafe {
+        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut peer).cast(), &raw mut length)
+    })?;
+    Ok(peer.uid)
+}
+
 /// The next byte of the stream without taking it; `None` when the peer has closed its side.
 ///
 /// # Errors

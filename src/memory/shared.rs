@@ -26,7 +26,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
 use std::time::Duration;
 
-use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, Stat};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::fs::{fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create, open};
 use rustix::io::Errno;
 
@@ -53,9 +53,6 @@ const HEAD: usize = 4 << 10;
 /// Bytes of a segment. Not a multiple of a huge page: memory of huge pages passed by a peer, which may run out under our hands,
 /// cannot have this length.
 pub const SIZE: usize = HEAD + RING + OUTBOX;
-
-/// The kernel may round what a file has up to this.
-const HUGE_PAGE: u64 = 2 << 20;
 
 /// Segments that a process maps: a process may have 65,530 mappings, and its program needs some.
 const MOST: usize = 16 << 10;
@@ -319,14 +316,23 @@ impl Bell {
 pub struct Theirs(Mapping);
 
 impl Theirs {
+    /// The most bytes that a file passed by a peer may have in memory, which whoever closes it last has to free: a segment, which
+    /// the kernel may have rounded up to a huge page.
+    pub const BYTES_MOST: u64 = SIZE as u64 + (2 << 20);
+
+    /// How many bytes a file has in memory, also beyond its end; `None` for any file that is somewhere else. Nothing that a peer
+    /// may have passed makes this wait.
+    pub fn bytes_of(file: &OwnedFd) -> Option<u64> {
+        // Only files in memory have seals; of others, nothing more is asked.
+        let stat = fcntl_get_seals(file).and_then(|_| fstat(file)).ok()?;
+        Some((stat.st_blocks as u64).saturating_mul(512))
+    }
+
     /// Whether this is a segment that keeps its length. Nothing that a peer may have passed makes this wait.
     pub fn is_segment(file: &OwnedFd) -> bool {
-        // Only files in memory have seals; of others, nothing more is asked. One may have pages beyond its end, from before it
-        // was sealed, which whoever closes it last would have to free: no more than a huge page's.
-        let fits = |stat: Stat| {
-            stat.st_size == SIZE as i64 && stat.st_blocks as u64 * 512 <= SIZE as u64 + HUGE_PAGE
-        };
-        fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS)) && fstat(file).is_ok_and(fits)
+        fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS))
+            && fstat(file).is_ok_and(|stat| stat.st_size == SIZE as i64)
+            && Theirs::bytes_of(file).is_some_and(|bytes| bytes <= Theirs::BYTES_MOST)
     }
 
     /// Maps what a peer has passed.

@@ -29,7 +29,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 #[cfg(feature = "tool")]
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 
@@ -39,6 +39,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind,
     connect, listen, recvmsg, sendmsg, shutdown, socket_with, socketpair, sockopt,
 };
+use rustix::pipe::fcntl_getpipe_size;
 use rustix::process::geteuid;
 
 use super::iwarp::{self, Iwarp};
@@ -192,6 +193,9 @@ fn find<const N: usize>(private_data: &[u8]) -> Option<[u8; N]> {
     private_data[at + MARK.len()..].first_chunk().copied()
 }
 
+/// The most messages that are looked at when a socket is closed: the kernel keeps fewer.
+const MESSAGES_MOST: usize = 512;
+
 /// How many sockets are kept open for what is left in them (`Peer`). With that many, the process shares memory with nobody new.
 const KEPT_MOST: usize = 16;
 
@@ -217,9 +221,9 @@ fn is_trusted(user: u32) -> bool {
 ///
 /// close(2) can take as long as that process likes: for a TCP connection that lingers, or a file of a file system that the
 /// process itself provides. Whatever was passed over a socket and not taken is closed with the socket, and a
-/// descriptor that was taken has to be closed too. So descriptors are looked at before they are taken, only a segment is
-/// taken, and a socket with anything else left in it stays open until the process ends. Its user shares memory with
-/// this process no more, and nobody does once there are `KEPT_MOST` of them.
+/// descriptor that was taken has to be closed too. So descriptors are looked at before they are taken, and a socket in which
+/// others are left than such as are closed at once stays open until the process ends. Its user shares memory with this
+/// process no more, and nobody does once there are `KEPT_MOST` of them.
 struct Peer {
     /// Always there, until it is dropped.
     socket: Option<OwnedFd>,
@@ -246,84 +250,120 @@ impl Peer {
     /// # Errors
     /// `EAGAIN` when nothing has come yet; another errno when nothing will.
     fn take(&self) -> io::Result<Option<Theirs>> {
-        Ok(self.segment(self.socket()?)?.and_then(|file| Theirs::new(file).ok()))
-    }
-
-    /// The next message, if it is a segment with our secret. Anything else is left where it is.
-    fn segment(&self, socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
+        let socket = self.socket()?;
         // One byte too many, so that anything longer is refused.
         let mut shown = [0; SECRET + 1];
         let (bytes, flags) = look(socket, &mut shown, &mut RecvAncillaryBuffer::default())?;
         if bytes == 0 && flags.is_empty() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let distrusted = self.client.is_some_and(|user| !is_trusted(user));
-        if bytes != SECRET || shown[..SECRET] != self.secret[..] || distrusted {
+        if bytes != SECRET
+            || shown[..SECRET] != self.secret[..]
+            || self.client.is_some_and(|it| !is_trusted(it))
+        {
             return Ok(None);
         }
-        // The same once more, with a copy of the descriptor: the kernel has room for two here, and says so if there are more.
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let (_, flags) = look(socket, &mut shown, &mut control)?;
-        let mut files: Vec<OwnedFd> = control
-            .drain()
-            .filter_map(|message| match message {
-                RecvAncillaryMessage::ScmRights(files) => Some(files),
-                _ => None,
-            })
-            .flatten()
-            .collect();
-        if files.len() != 1 || flags.contains(ReturnFlags::CTRUNC) || !Theirs::is_segment(&files[0]) {
-            // Closing a copy can take as long as closing the last one.
-            files.into_iter().for_each(keep);
-            return Ok(None);
+        match files(socket)? {
+            Some(mut files) if files.len() == 1 && Theirs::is_segment(&files[0]) => {
+                drop_message(socket)?;
+                Ok(files.pop().and_then(|file| Theirs::new(file).ok()))
+            }
+            _ => Ok(None),
         }
-        // Nothing but the segment goes away with this message.
-        recvmsg(socket, &mut [], &mut RecvAncillaryBuffer::default(), RecvFlags::DONTWAIT)?;
-        Ok(files.pop())
     }
 
-    /// Whether nothing was passed but segments of the right peer. From now on nothing can be passed.
-    fn is_empty(&self, socket: &OwnedFd) -> bool {
-        // The socket of a child is the parent's too, which may still be waiting for something.
-        if self.generation == fork::generation() {
-            if shutdown(socket, Shutdown::Read).is_err() {
-                return false;
-            }
-            // The peer may have ended, or we give up, before its segment was wanted. An error of the connection comes first.
-            let _ = self.segment(socket).or_else(|_| self.segment(socket));
-            // With credentials, every message has something for which there is no room here: so even one of no bytes is seen.
-            if sockopt::set_socket_passcred(socket, true).is_err() {
-                return false;
+    /// Whether this socket can be closed at once. Nothing more can be passed over it, whatever the answer.
+    fn is_harmless(&self, socket: &OwnedFd) -> bool {
+        if self.generation != fork::generation() {
+            // Its messages are the parent's.
+            return matches!(look(socket, &mut [0], &mut RecvAncillaryBuffer::default()), Err(e) if e.kind() == io::ErrorKind::WouldBlock);
+        }
+        if shutdown(socket, Shutdown::Both).is_err() {
+            return false;
+        }
+        let mut memory = 0;
+        for _ in 0..MESSAGES_MOST {
+            let (bytes, flags) = match look(socket, &mut [0], &mut RecvAncillaryBuffer::default()) {
+                Ok(seen) => seen,
+                // An error of the connection comes before its messages, once.
+                Err(_) => continue,
+            };
+            if flags.contains(ReturnFlags::CTRUNC) {
+                let Ok(Some(files)) = files(socket) else { return false };
+                memory += files.iter().filter_map(Theirs::bytes_of).sum::<u64>();
+                if memory > Theirs::BYTES_MOST || drop_message(socket).is_err() {
+                    return false;
+                }
+            } else if bytes > 0 {
+                if drop_message(socket).is_err() {
+                    return false;
+                }
+            } else {
+                // None, or one of no bytes. With credentials, every message has something for which there is no room here.
+                let shown = sockopt::set_socket_passcred(socket, true)
+                    .map_err(io::Error::from)
+                    .and_then(|()| look(socket, &mut [0], &mut RecvAncillaryBuffer::default()));
+                return shown.is_ok_and(|(bytes, flags)| bytes == 0 && flags.is_empty());
             }
         }
-        match look(socket, &mut [0], &mut RecvAncillaryBuffer::default()) {
-            Ok((bytes, flags)) => bytes == 0 && flags.is_empty(),
-            Err(e) => e.kind() == io::ErrorKind::WouldBlock,
-        }
+        false
     }
 }
 
 impl Drop for Peer {
     fn drop(&mut self) {
         let Some(socket) = self.socket.take() else { return };
-        if self.is_empty(&socket) {
+        if self.is_harmless(&socket) {
             return;
         }
-        if self.generation != fork::generation() {
-            return keep(socket);
+        if self.generation == fork::generation() {
+            let user = user(&socket).unwrap_or(u32::MAX);
+            let kept = KEPT.fetch_add(1, Relaxed);
+            if let Some(one) = DISTRUSTED.get(kept) {
+                one.store(u64::from(user) + 1, Relaxed);
+            }
+            let others = if kept + 1 < KEPT_MOST { "" } else { ", nor with anybody else" };
+            log_warn!(
+                "user {user} has passed something else than memory: none will be shared with that user{others}"
+            );
         }
-        let user = sockopt::socket_peercred(&socket).map_or(u32::MAX, |peer| peer.uid.as_raw());
-        let kept = KEPT.fetch_add(1, Relaxed);
-        if let Some(one) = DISTRUSTED.get(kept) {
-            one.store(u64::from(user) + 1, Relaxed);
-        }
-        let others = if kept + 1 < KEPT_MOST { "" } else { ", nor with anybody else" };
-        log_warn!(
-            "user {user} has passed something else than memory: none will be shared with that user{others}"
-        );
         keep(socket);
     }
+}
+
+/// The number of the user whose process has connected to this socket, or listened.
+fn user(of: &OwnedFd) -> io::Result<u32> {
+    socket::peer_user(of.as_raw_fd())
+}
+
+/// Copies of the descriptors that the next message has, which stays where it is. `None` if there are too many, or some may take
+/// long to close: a copy may do so too, and is left open.
+fn files(socket: &OwnedFd) -> io::Result<Option<Vec<OwnedFd>>> {
+    // The kernel has room for two here, and says so if there are more.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let (_, flags) = look(socket, &mut [0], &mut control)?;
+    let passed = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => Some(files),
+        _ => None,
+    });
+    let (harmless, others): (Vec<_>, Vec<_>) = passed.flatten().partition(closes_at_once);
+    let all = others.is_empty() && !flags.contains(ReturnFlags::CTRUNC);
+    others.into_iter().for_each(keep);
+    Ok(all.then_some(harmless))
+}
+
+/// Whether closing this takes no time that the peer decides about: a pipe, or a file in memory that is no longer than a segment.
+/// Nothing is asked that a file system of the peer's would have to answer.
+fn closes_at_once(file: &OwnedFd) -> bool {
+    fcntl_getpipe_size(file).is_ok()
+        || Theirs::bytes_of(file).is_some_and(|bytes| bytes <= Theirs::BYTES_MOST)
+}
+
+/// Takes the next message, and closes what was passed with it.
+fn drop_message(socket: &OwnedFd) -> io::Result<()> {
+    recvmsg(socket, &mut [], &mut RecvAncillaryBuffer::default(), RecvFlags::DONTWAIT)?;
+    Ok(())
 }
 
 /// Leaves a descriptor open until the process ends.
@@ -480,14 +520,14 @@ impl Offered {
         let offer = || {
             let socket = unix()?;
             connect(&socket, &name(public)?)?;
-            let (secret, user) = (random()?, sockopt::socket_peercred(&socket)?.uid);
-            let among = if user.is_root() || user == geteuid() {
+            let (secret, user) = (random()?, user(&socket)?);
+            let among = if user == 0 || user == geteuid().as_raw() {
                 None
             } else {
                 Some(Among::new().ok_or(Errno::ACCESS)?)
             };
-            let peer = Peer::new(socket, secret, Some(user.as_raw()));
-            if !is_trusted(user.as_raw()) {
+            let peer = Peer::new(socket, secret, Some(user));
+            if !is_trusted(user) {
                 return Err(Errno::ACCESS.into());
             }
             let (own, file) = Own::new()?;

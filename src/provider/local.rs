@@ -244,6 +244,11 @@ impl Peer {
         self.socket.as_ref().ok_or_else(|| Errno::BADF.into())
     }
 
+    /// Whether its user is, at a server.
+    fn is_distrusted(&self) -> bool {
+        self.client.is_some_and(|user| !is_trusted(user))
+    }
+
     /// The segment that was passed with our secret. `None` if the secret is not ours, or what was passed is not a segment, or
     /// cannot be mapped.
     ///
@@ -257,10 +262,7 @@ impl Peer {
         if bytes == 0 && flags.is_empty() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        if bytes != SECRET
-            || shown[..SECRET] != self.secret[..]
-            || self.client.is_some_and(|it| !is_trusted(it))
-        {
+        if bytes != SECRET || shown[..SECRET] != self.secret[..] || self.is_distrusted() {
             return Ok(None);
         }
         match files(socket)? {
@@ -289,7 +291,9 @@ impl Peer {
                 Err(_) => continue,
             };
             if flags.contains(ReturnFlags::CTRUNC) {
-                let Ok(Some(files)) = files(socket) else { return false };
+                // Of somebody who is distrusted already, not even copies are made.
+                let files = if self.is_distrusted() { None } else { files(socket).ok().flatten() };
+                let Some(files) = files else { return false };
                 memory += files.iter().filter_map(Theirs::bytes_of).sum::<u64>();
                 if memory > Theirs::BYTES_MOST || drop_message(socket).is_err() {
                     return false;
@@ -318,14 +322,17 @@ impl Drop for Peer {
         }
         if self.generation == fork::generation() {
             let user = user(&socket).unwrap_or(u32::MAX);
+            let known = !is_trusted(user);
             let kept = KEPT.fetch_add(1, Relaxed);
             if let Some(one) = DISTRUSTED.get(kept) {
                 one.store(u64::from(user) + 1, Relaxed);
             }
-            let others = if kept + 1 < KEPT_MOST { "" } else { ", nor with anybody else" };
-            log_warn!(
-                "user {user} has passed something else than memory: none will be shared with that user{others}"
-            );
+            if !known {
+                let others = if kept + 1 < KEPT_MOST { "" } else { ", nor with anybody else" };
+                log_warn!(
+                    "user {user} has passed something else than memory: none will be shared with that user{others}"
+                );
+            }
         }
         keep(socket);
     }

@@ -221,9 +221,9 @@ fn is_trusted(user: u32) -> bool {
 ///
 /// close(2) can take as long as that process likes: for a TCP connection that lingers, or a file of a file system that the
 /// process itself provides. Whatever was passed over a socket and not taken is closed with the socket, and a
-/// descriptor that was taken has to be closed too. So descriptors are looked at before they are taken, and a socket in which
-/// others are left than such as are closed at once stays open until the process ends. Its user shares memory with this
-/// process no more, and nobody does once there are `KEPT_MOST` of them.
+/// descriptor that was taken has to be closed too. So descriptors are looked at before they are taken (as copies, which the
+/// kernel makes with MSG_PEEK), and a socket with one that may take long to close stays open until the process ends. Memory
+/// is shared no more with the user whose socket that was, nor with anybody once there are `KEPT_MOST` of them.
 struct Peer {
     /// Always there, until it is dropped.
     socket: Option<OwnedFd>,
@@ -244,7 +244,7 @@ impl Peer {
         self.socket.as_ref().ok_or_else(|| Errno::BADF.into())
     }
 
-    /// Whether its user is, at a server.
+    /// Whether it belongs to a client whose user has come to be distrusted.
     fn is_distrusted(&self) -> bool {
         self.client.is_some_and(|user| !is_trusted(user))
     }
@@ -278,7 +278,8 @@ impl Peer {
     fn is_harmless(&self, socket: &OwnedFd) -> bool {
         if self.generation != fork::generation() {
             // Its messages are the parent's.
-            return matches!(look(socket, &mut [0], &mut RecvAncillaryBuffer::default()), Err(e) if e.kind() == io::ErrorKind::WouldBlock);
+            let seen = look(socket, &mut [0], &mut RecvAncillaryBuffer::default());
+            return seen.is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock);
         }
         if shutdown(socket, Shutdown::Both).is_err() {
             return false;

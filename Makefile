@@ -164,6 +164,7 @@ nfs3:
 nfs41: all
 	$(MAKE) -C examples/nfs41 OUT=$(CURDIR)/build/nfs41
 
+# The library is linked on one processor; the command is compiled meanwhile.
 check:
 	@bash tests/packages.sh check
 	@$(MAKE) --no-print-directory -j2 all nfs3 nfs41

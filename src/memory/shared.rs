@@ -26,7 +26,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
 use std::time::Duration;
 
-use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, Stat};
 use rustix::fs::{fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create, open};
 use rustix::io::Errno;
 
@@ -320,18 +320,23 @@ impl Theirs {
     /// the kernel may have rounded up to a huge page.
     pub const BYTES_MOST: u64 = SIZE as u64 + (2 << 20);
 
-    /// How many bytes a file has in memory, also beyond its end; `None` for any file that is somewhere else. Nothing that a peer
-    /// may have passed makes this wait.
-    pub fn bytes_of(file: &OwnedFd) -> Option<u64> {
+    /// The seals of a file in memory, and what else is known about it; `None` for any file that is somewhere else. Nothing that
+    /// a peer may have passed makes this wait.
+    fn in_memory(file: &OwnedFd) -> Option<(SealFlags, Stat)> {
         // Only files in memory have seals; of others, nothing more is asked.
-        let stat = fcntl_get_seals(file).and_then(|_| fstat(file)).ok()?;
-        Some((stat.st_blocks as u64).saturating_mul(512))
+        let seals = fcntl_get_seals(file).ok()?;
+        Some((seals, fstat(file).ok()?))
     }
 
-    /// Whether this is a segment that keeps its length. Nothing that a peer may have passed makes this wait.
+    /// How many bytes a file has in memory, also beyond its end; `None` for any file that is somewhere else.
+    pub fn bytes_of(file: &OwnedFd) -> Option<u64> {
+        Theirs::in_memory(file).map(|(_, stat)| (stat.st_blocks as u64).saturating_mul(512))
+    }
+
+    /// Whether this is a segment that keeps its length.
     pub fn is_segment(file: &OwnedFd) -> bool {
-        fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS))
-            && fstat(file).is_ok_and(|stat| stat.st_size == SIZE as i64)
+        let length = |(seals, stat): (SealFlags, Stat)| seals.contains(SEALS) && stat.st_size == SIZE as i64;
+        Theirs::in_memory(file).is_some_and(length)
             && Theirs::bytes_of(file).is_some_and(|bytes| bytes <= Theirs::BYTES_MOST)
     }
 

@@ -1,4 +1,6 @@
 use std::cell::RefCell;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::AtomicBool;
@@ -8,11 +10,17 @@ use std::time::{Duration, Instant};
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
 };
-use rustix::process::{Resource, getrlimit, setrlimit};
+use rustix::net::{
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, accept_with, bind, connect, listen,
+    sendmsg, sockopt,
+};
+use rustix::process::{Resource, geteuid, getrlimit, setrlimit};
 
+use super::peer::{OFFERS_MOST, Offer, STRANGERS, STRANGERS_MOST, is_trusted, unix};
 use super::rings::{LONG, WIDE, WIDE_MOST};
 use super::*;
 use crate::fork;
+use crate::memory::shared::Theirs;
 use crate::memory::shared::{Bell, NARROW, OUTBOX, RING, SIZE, Shown, Word};
 use crate::memory::{Buf, IoVec, IoVecMut};
 use crate::provider::fault::contract;
@@ -486,6 +494,20 @@ fn lingering() -> OwnedFd {
     client.into()
 }
 
+/// Sends this with these files.
+fn show(to: &OwnedFd, bytes: &[u8], files: &[OwnedFd]) {
+    let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(10))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+    sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::empty()).unwrap();
+}
+
+/// Whether no socket stays open, and nobody is distrusted.
+fn is_clean() -> bool {
+    STRANGERS.load(Relaxed) == 0 && is_trusted(geteuid().as_raw())
+}
+
 fn segment_file() -> OwnedFd {
     Own::new().unwrap().1
 }
@@ -503,9 +525,9 @@ fn who_does_not_show_the_secret_is_passed_over() {
             match wrong {
                 // Nothing; a secret of its own; the right one without a segment; and with something else.
                 0 => {}
-                1 => pass(&peer, &[7; SECRET], &[segment_file().as_fd()]).unwrap(),
+                1 => show(&peer, &[7; SECRET], &[segment_file()]),
                 2 => drop(rustix::net::send(&peer, &secret, SendFlags::NOSIGNAL).unwrap()),
-                _ => pass(&peer, &secret, &[std::io::pipe().unwrap().0.as_fd()]).unwrap(),
+                _ => show(&peer, &secret, &[std::io::pipe().unwrap().0.into()]),
             }
             squatters.push(peer);
         }
@@ -513,10 +535,10 @@ fn who_does_not_show_the_secret_is_passed_over() {
         let mut offered = Offered::new(&request, &mut reply).unwrap();
         assert!(matches!(offered.answer(false), Answer::Nothing));
         assert!(asked.end(&reply, false).is_some());
-        assert_eq!(KEPT.load(Relaxed), 0);
+        assert!(is_clean());
         assert!(matches!(offered.answer(false), Answer::Accepted(_)));
         drop(offered);
-        assert_eq!(KEPT.load(Relaxed), 0, "all of that is closed at once");
+        assert!(is_clean());
     });
 }
 
@@ -530,7 +552,7 @@ fn a_server_takes_no_answer_but_that_of_who_has_read_its_reply() {
             let peer = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
             let secret = if segments == 1 { [7; SECRET] } else { find(&reply).unwrap() };
             let files = [segment_file(), segment_file()];
-            pass(&peer, &secret, &[files[0].as_fd(), files[1].as_fd()][..segments]).unwrap();
+            show(&peer, &secret, &files[..segments]);
             assert!(matches!(offered.answer(false), Answer::Useless));
         });
     }
@@ -552,19 +574,13 @@ fn a_server_waits_for_nothing_that_a_client_passes() {
             let mut offered = Offered::new(&request, &mut reply).unwrap();
             let peer = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
             let secret = wrong.unwrap_or_else(|| find(&reply).unwrap());
-            let say = |bytes: &[u8], lingers: usize, segments: usize| {
-                let files: Vec<_> =
-                    (0..lingers).map(|_| lingering()).chain((0..segments).map(|_| segment_file())).collect();
-                let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(10))];
-                let mut control = SendAncillaryBuffer::new(&mut space);
-                assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
-                sendmsg(&peer, &[IoSlice::new(bytes)], &mut control, SendFlags::empty()).unwrap();
-            };
-            say(&secret, lingers, segments);
+            let files: Vec<_> =
+                (0..lingers).map(|_| lingering()).chain((0..segments).map(|_| segment_file())).collect();
+            show(&peer, &secret, &files);
+            drop(files);
             if more {
                 // A message of nothing but a descriptor.
-                say(&[], 1, 0);
+                show(&peer, &[], &[lingering()]);
             }
             assert_eq!(
                 matches!(offered.answer(false), Answer::Accepted(_)),
@@ -586,20 +602,20 @@ fn a_client_waits_for_nothing_that_strangers_pass() {
             let mut request = Vec::new();
             // Too many of them, and nobody listens any more.
             let Ok(asked) = Asked::new(&mut request) else {
-                assert_eq!(turn, 1 + KEPT_MOST / 2);
+                assert_eq!(turn, 1 + STRANGERS_MOST / 2);
                 break;
             };
             let (to, secret) = said(&request);
             let stranger = |secret| {
                 let peer = unix().unwrap();
                 connect(&peer, &to).unwrap();
-                pass(&peer, secret, &[lingering().as_fd()]).unwrap();
+                show(&peer, secret, &[lingering()]);
                 peer
             };
             let first = stranger(&[7; SECRET]);
             let server = unix().unwrap();
             connect(&server, &to).unwrap();
-            pass(&server, &secret, &[segment_file().as_fd()]).unwrap();
+            show(&server, &secret, &[segment_file()]);
             let last = stranger(&[0; SECRET]);
             assert!(asked.end(&[&MARK[..], &[9; SECRET]].concat(), false).is_some());
             drop((first, last));
@@ -628,7 +644,7 @@ fn nobody_is_distrusted_who_has_declined() {
             let mut reply = Vec::new();
             let offered = Offered::new(&request, &mut reply).unwrap();
             let peer = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
-            pass(&peer, &find(&reply).unwrap(), &[segment_file().as_fd()]).unwrap();
+            show(&peer, &find::<SECRET>(&reply).unwrap(), &[segment_file()]);
             drop(peer);
             drop(offered);
             // Nobody has come; a server whose Reply has not, or does not say so.
@@ -640,7 +656,7 @@ fn nobody_is_distrusted_who_has_declined() {
                 assert!(!ends || asked.end(&[], false).is_none());
             }
         }
-        assert_eq!(KEPT.load(Relaxed), 0);
+        assert!(is_clean());
     });
 }
 
@@ -678,7 +694,7 @@ fn memory_is_shared_with_the_last_descriptor_and_nobody_is_distrusted_without_an
         drop(taken);
         assert!(rings.is_some() && matches!(offered.answer(false), Answer::Accepted(_)));
         drop(offered);
-        assert_eq!(KEPT.load(Relaxed), 0);
+        assert!(is_clean());
         drop(_unanswered);
         drop(rings);
         assert_eq!(descriptors(), before);
@@ -688,10 +704,10 @@ fn memory_is_shared_with_the_last_descriptor_and_nobody_is_distrusted_without_an
 #[test]
 fn other_users_get_only_so_many_offers_at_a_time() {
     elsewhere(|| {
-        let mut all: Vec<_> = (0..OFFERS_MOST).map(|_| Among::new().unwrap()).collect();
-        assert!(Among::new().is_none() && Among::new().is_none());
+        let mut all: Vec<_> = (0..OFFERS_MOST).map(|_| Offer::new().unwrap()).collect();
+        assert!(Offer::new().is_none() && Offer::new().is_none());
         all.pop();
-        assert!(Among::new().is_some());
+        assert!(Offer::new().is_some());
     });
 }
 

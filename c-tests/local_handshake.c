@@ -58,9 +58,9 @@ static bool show(int to, const unsigned char *secret, size_t length, const int *
 
 /* What may be sent instead of a segment. */
 enum thing {
-    SILENCE, NO_DESCRIPTOR, SURPLUS, A_PIPE, UNSEALED, TRUNCATED, SHORTER, LONG_SECRET, SHORT_SECRET, A_SEGMENT, THINGS, MANY
+    SILENCE, NO_DESCRIPTOR, SURPLUS, UNSEALED, TRUNCATED, SHORTER, LONG_SECRET, SHORT_SECRET, A_SEGMENT, THINGS, A_PIPE, MANY
 };
-static const char *const things[] = {"nothing", "no descriptor", "two descriptors", "a pipe", "memory without seals",
+static const char *const things[] = {"nothing", "no descriptor", "two descriptors", "memory without seals",
                                      "memory that is truncated then", "memory of another length", "a longer secret",
                                      "a part of the secret", "a segment"};
 
@@ -438,13 +438,16 @@ void handshake_server(bool and_wait)
     REQUIRE(lingers[1] >= 0 && setsockopt(lingers[0], SOL_SOCKET, SO_LINGER, &linger, sizeof linger) == 0);
     while (send(lingers[0], bytes, sizeof bytes, MSG_DONTWAIT) > 0)
         continue;
-    struct offer offers[2] = {get_offer(&server), get_offer(&server)};
+    struct offer offers[3] = {get_offer(&server), get_offer(&server), get_offer(&server)};
     REQUIRE(show(offers[0].peer, offers[0].secret, SECRET, &lingers[0], 1) && have_it_look(offers[0].tcp));
     close(lingers[0]);
     check(is_closed(offers[0].tcp, 1000 + patience()), "a client passes what takes long to close: that is its end");
     REQUIRE(show_thing(offers[1].peer, MANY, offers[1].secret) && have_it_look(offers[1].tcp));
     check(is_closed(offers[1].tcp, 1000 + patience()), "another passes 253 descriptors: the same");
-    close_offer(&offers[0]), close_offer(&offers[1]);
+    REQUIRE(show_thing(offers[2].peer, A_PIPE, offers[2].secret) && have_it_look(offers[2].tcp));
+    check(is_closed(offers[2].tcp, 1000 + patience()), "and a pipe: the same");
+    for (int i = 0; i < 3; i++)
+        close_offer(&offers[i]);
     fd = ask(&server, public, other);
     length = read_frame(fd, silent.frame);
     check(length > 0 && find_mark(silent.frame, length, 0) == NULL, "then the server offers nothing");

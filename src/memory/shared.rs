@@ -323,8 +323,9 @@ impl Theirs {
     /// The seals of a file in memory, and what else is known about it; `None` for any file that is somewhere else. Nothing that
     /// a peer may have passed makes this wait.
     fn in_memory(file: &OwnedFd) -> Option<(SealFlags, Stat)> {
-        // Only files in memory have seals; of others, nothing more is asked.
-        let seals = fcntl_get_seals(file).ok()?;
+        // Only files in memory have seals; of others, nothing more is asked. A file of a tmpfs, which may go away with its
+        // last file, has exactly this one.
+        let seals = fcntl_get_seals(file).ok().filter(|seals| *seals != SealFlags::SEAL)?;
         Some((seals, fstat(file).ok()?))
     }
 

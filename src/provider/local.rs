@@ -201,10 +201,11 @@ impl Asked {
 
 /// A server's end, which waits for its client's answer.
 pub struct Offered {
+    /// What was passed, for as long as the client has not answered: when it is closed, before `peer`, there is a descriptor for
+    /// the answer.
+    file: Option<OwnedFd>,
     peer: Peer,
     own: Option<Own>,
-    /// What was passed, for as long as the client has not answered: when it is closed, there is a descriptor for the answer.
-    file: Option<OwnedFd>,
 }
 
 /// What a client has answered.

@@ -24,7 +24,6 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind,
     connect, listen, recvmsg, sendmsg, shutdown, socket_with, socketpair, sockopt,
 };
-use rustix::pipe::fcntl_getpipe_size;
 use rustix::process::geteuid;
 
 use crate::memory::shared::Theirs;
@@ -103,13 +102,22 @@ pub struct Peer {
     client: Option<u32>,
     /// At a server: if that is another user.
     _offer: Option<Offer>,
+    /// Whether the next message is known to have a descriptor that may take long to close.
+    is_harmful: bool,
     /// The process that it belongs to: a child that was forked has a copy.
     generation: u64,
 }
 
 impl Peer {
     fn new(socket: OwnedFd, secret: Secret, client: Option<u32>, offer: Option<Offer>) -> Peer {
-        Peer { socket: Some(socket), secret, client, _offer: offer, generation: fork::generation() }
+        Peer {
+            socket: Some(socket),
+            secret,
+            client,
+            _offer: offer,
+            is_harmful: false,
+            generation: fork::generation(),
+        }
     }
 
     /// Connects a server to its client, which has to show `secret`.
@@ -158,7 +166,7 @@ impl Peer {
     ///
     /// # Errors
     /// `EAGAIN` when nothing has come yet; another errno when nothing will.
-    pub fn take(&self) -> io::Result<Option<Theirs>> {
+    pub fn take(&mut self) -> io::Result<Option<Theirs>> {
         let socket = self.socket()?;
         // One byte too many, so that anything longer is refused.
         let mut shown = [0; SECRET + 1];
@@ -174,7 +182,10 @@ impl Peer {
                 drop_message(socket)?;
                 Ok(files.pop().and_then(|file| Theirs::new(file).ok()))
             }
-            _ => Ok(None),
+            passed => {
+                self.is_harmful = passed.is_none();
+                Ok(None)
+            }
         }
     }
 
@@ -185,7 +196,7 @@ impl Peer {
             let seen = look(socket, &mut [0], &mut RecvAncillaryBuffer::default());
             return seen.is_err_and(|e| e.kind() == io::ErrorKind::WouldBlock);
         }
-        if shutdown(socket, Shutdown::Both).is_err() {
+        if shutdown(socket, Shutdown::Both).is_err() || self.is_harmful {
             return false;
         }
         let mut memory = 0;
@@ -276,7 +287,7 @@ impl Listener {
     /// The segment of the server, and the connection to it. `None` if it is not among those who have connected so far.
     pub fn find(&mut self) -> Option<(Peer, Theirs)> {
         for _ in 0..=WAITING_MOST {
-            let peer = self.accept().ok()?;
+            let mut peer = self.accept().ok()?;
             if let Ok(Some(theirs)) = peer.take() {
                 return Some((peer, theirs));
             }
@@ -340,17 +351,13 @@ fn files(socket: &OwnedFd) -> io::Result<Option<Vec<OwnedFd>>> {
         RecvAncillaryMessage::ScmRights(files) => Some(files),
         _ => None,
     });
-    let (harmless, others): (Vec<_>, Vec<_>) = passed.flatten().partition(closes_at_once);
+    let (harmless, others): (Vec<_>, Vec<_>) = passed.flatten().partition(|file| {
+        // A file in memory. Even the length of a pipe would have to wait for whoever writes to it.
+        Theirs::bytes_of(file).is_some_and(|bytes| bytes <= Theirs::BYTES_MOST)
+    });
     let all = others.is_empty() && !flags.contains(ReturnFlags::CTRUNC);
     others.into_iter().for_each(keep);
     Ok(all.then_some(harmless))
-}
-
-/// Whether closing this takes no time that the peer decides about: a pipe, or a file in memory that is no longer than a segment.
-/// Nothing is asked that a file system of the peer's would have to answer.
-fn closes_at_once(file: &OwnedFd) -> bool {
-    fcntl_getpipe_size(file).is_ok()
-        || Theirs::bytes_of(file).is_some_and(|bytes| bytes <= Theirs::BYTES_MOST)
 }
 
 /// Takes the next message, and closes what was passed with it.

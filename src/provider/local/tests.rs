@@ -523,11 +523,11 @@ fn who_does_not_show_the_secret_is_passed_over() {
             let peer = unix().unwrap();
             connect(&peer, &to).unwrap();
             match wrong {
-                // Nothing; a secret of its own; the right one without a segment; and with something else.
+                // Nothing; a secret of its own; the right one without a segment; and with two.
                 0 => {}
                 1 => show(&peer, &[7; SECRET], &[segment_file()]),
                 2 => drop(rustix::net::send(&peer, &secret, SendFlags::NOSIGNAL).unwrap()),
-                _ => show(&peer, &secret, &[std::io::pipe().unwrap().0.into()]),
+                _ => show(&peer, &secret, &[segment_file(), segment_file()]),
             }
             squatters.push(peer);
         }

@@ -15,7 +15,7 @@ use shuttle::thread::{spawn, yield_now};
 
 use super::rings::{WIDE, WIDE_MOST};
 use super::*;
-use crate::memory::shared::NARROW;
+use crate::memory::shared::{NARROW, Theirs};
 use crate::memory::{IoVec, IoVecMut};
 use crate::socket;
 use crate::sync::in_schedules;

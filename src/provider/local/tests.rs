@@ -20,8 +20,7 @@ use super::peer::{OFFERS_MOST, Offer, STRANGERS, STRANGERS_MOST, is_trusted, uni
 use super::rings::{LONG, WIDE, WIDE_MOST};
 use super::*;
 use crate::fork;
-use crate::memory::shared::Theirs;
-use crate::memory::shared::{Bell, NARROW, OUTBOX, RING, SIZE, Shown, Word};
+use crate::memory::shared::{Bell, NARROW, OUTBOX, RING, SIZE, Shown, Theirs, Word};
 use crate::memory::{Buf, IoVec, IoVecMut};
 use crate::provider::fault::contract;
 use crate::provider::{Completion, Doze, WorkId, WorkRequest};

@@ -112,16 +112,18 @@ static void become_daemon(void)
     alarm(120);
 }
 
-/* A thread that the library has started, not the one that called rpcrdma_svc_run, becomes a daemon. */
+/* A thread that the library has started, not the one that called rpcrdma_svc_run, becomes a daemon: one, because two daemons could
+ * not serve the same connections. */
 static pthread_t main_thread;
 static pid_t parent;
+static pthread_mutex_t leaving = PTHREAD_MUTEX_INITIALIZER;
 
 static void leave_main(void)
 {
     if (pthread_equal(pthread_self(), main_thread))
         for (;;)
             pause();
-    if (getpid() == parent)
+    if (getpid() == parent && pthread_mutex_lock(&leaving) == 0)
         become_daemon();
 }
 

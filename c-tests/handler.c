@@ -313,7 +313,8 @@ static void masked(const struct netconfig *netconfig, struct netbuf *to)
     for (int i = 0; i < 3; i++) {
         clients[i] = clnt_tli_create(RPC_ANYFD, netconfig, to, PROG, VERS, 0, 0);
         REQUIRE(clients[i] != NULL);
-        REQUIRE(clnt_call(clients[i], NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
+        /* Not over the last one, which the daemon is to serve: the thread that has replied may still be in svc_sendreply. */
+        REQUIRE(i == 2 || clnt_call(clients[i], NULLPROC, xdr_nothing, NULL, xdr_nothing, NULL, patient) == RPC_SUCCESS);
     }
     for (int i = 0; i < 2; i++)
         clnt_call(clients[i], LEAVE_MAIN, xdr_nothing, NULL, xdr_nothing, NULL, now);

@@ -5,8 +5,9 @@
  *   local kill-clients COUNT SEED      clients are killed at random moments
  *   local kill-servers COUNT SEED      servers are
  *   local stopped                      either end is stopped
- *   local handshake-client             other processes connect to the name at which a client waits
- *   local handshake-server             a client answers a server's offer with anything but a segment
+ *   local handshake-client             other processes send something to the name at which a client waits
+ *   local another-users                another user's process does, which knows the client's secret
+ *   local handshake-server             a client answers a server's offer wrongly
  *   local silent-server                the same, and with nothing at all: takes ten seconds
  *   local segment                      what a peer cannot do with the segment that it got
  *   local outbox                       long calls that their client gives up before the server decodes them
@@ -16,7 +17,7 @@
  *   local client ADDRESS PORT          makes calls; prints "memory" or "no memory" for what they went through, and the error
  *
  * Linked with the library. PATIENCE: by how many seconds anything may take longer than on an idle machine (2). NO_SEGMENTS: what
- * peers pass cannot be mapped. */
+ * peers write cannot be mapped. */
 #define _GNU_SOURCE
 #include "local.h"
 #include <arpa/inet.h>
@@ -425,6 +426,8 @@ int main(int count, char **arguments)
         stopped();
     else if (strcmp(what, "handshake-client") == 0)
         handshake_client();
+    else if (strcmp(what, "another-users") == 0)
+        another_users();
     else if (strcmp(what, "handshake-server") == 0)
         handshake_server(false);
     else if (strcmp(what, "silent-server") == 0)

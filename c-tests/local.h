@@ -133,6 +133,7 @@ void stopped(void);
 /* ---- local_handshake.c ---- */
 
 void handshake_client(void);
+void another_users(void);
 void handshake_server(bool and_wait);
 void segment(void);
 

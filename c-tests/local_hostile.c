@@ -21,7 +21,7 @@ static struct target {
     unsigned char *at;
     unsigned temper;
 } targets[TARGETS];
-static unsigned next_target;
+static unsigned next_target, made;
 
 void *real_mmap(void *at, size_t length, int protection, int flags, int fd, off_t offset)
 {
@@ -44,33 +44,33 @@ static void add_target(int fd)
 /* Segments that this process has mapped. */
 atomic_int mapped;
 
-/* The library's calls of mmap(2) come here. A hostile process of the same user, or of root, makes the peer's segment writable for
- * itself too, as its owner may. */
+/* The library's calls of mmap(2) come here. A hostile process also writes its segment by itself. */
 void *mmap(void *at, size_t length, int protection, int flags, int fd, off_t offset)
 {
     if (fd >= 0 && length == SEGMENT && (protection & PROT_WRITE) == 0 && getenv("NO_SEGMENTS") != NULL) {
         errno = ENOMEM;
         return MAP_FAILED;
     }
-    void *result = real_mmap(at, length, protection, flags, fd, offset);
-    bool segment = result != MAP_FAILED && fd >= 0 && length == SEGMENT && (flags & MAP_SHARED) != 0;
-    mapped += segment;
-    if (hostile && segment) {
-        int error = errno;
-        if ((protection & PROT_WRITE) != 0) {
-            add_target(fd);
-        } else if ((next_target & 3) == 0 && fchmod(fd, 0600) == 0) {
-            char path[64];
-            snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-            int writable = open(path, O_RDWR | O_CLOEXEC);
-            if (writable >= 0) {
-                told->theirs++;
-                add_target(writable);
-                close(writable);
-            }
-        }
+    int error = errno;
+    if (hostile && fd >= 0 && length == SEGMENT && (protection & PROT_WRITE) != 0) {
+        /* Before the library seals it. */
+        add_target(fd);
         errno = error;
     }
+    void *result = real_mmap(at, length, protection, flags, fd, offset);
+    mapped += result != MAP_FAILED && fd >= 0 && length == SEGMENT && (flags & MAP_SHARED) != 0;
+    return result;
+}
+
+/* And those of ftruncate(2), once for each segment that it makes: a hostile server writes its client's, too. */
+int ftruncate64(int fd, off64_t length)
+{
+    int result = (int)syscall(SYS_ftruncate, fd, length), error = errno;
+    if (hostile && result == 0 && length == SEGMENT && (++made % 4) == 0) {
+        told->theirs++;
+        add_target(fd);
+    }
+    errno = error;
     return result;
 }
 
@@ -162,7 +162,7 @@ static void be_hostile_client(int port)
 static void say_what_was_rewritten(const char *who)
 {
     printf("      %s: %lu connections, %lu calls tried, %lu answered rightly, %lu timed out; memory rewritten %lu times, of %lu "
-           "connections the peer's too; %lu right calls beside\n",
+           "connections the client's too; %lu right calls beside\n",
            who, told->connected, told->tried, told->answered, told->timed_out, told->rewritten, told->theirs, told->right);
 }
 

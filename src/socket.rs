@@ -129,19 +129,71 @@ pub fn patience(fd: RawFd) -> io::Result<Option<Duration>> {
     Ok(sockopt::socket_timeout(borrow(fd)?, sockopt::Timeout::Recv)?)
 }
 
-/// The number of the user whose process is at the other end of a Unix socket: it has connected, or listened.
+/// Has a Unix socket for messages discard every message but this one, before it becomes the socket's: whoever does not know
+/// `bytes` can leave nothing in it.
 ///
 /// # Errors
-/// The errno of getsockopt(2).
-pub fn peer_user(fd: RawFd) -> io::Result<u32> {
-    // Not rustix's: the process may have no number in our namespace, for which its type has no value.
-    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
-    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
-    // SAFETY: `peer` has room for `length` bytes.
+/// The errno of setsockopt(2).
+pub fn accept_only(fd: RawFd, bytes: &[u8; 16]) -> io::Result<()> {
+    let load = |from: u32, k: u32| libc::sock_filter {
+        code: (libc::BPF_LD | libc::BPF_W | from) as u16,
+        jt: 0,
+        jf: 0,
+        k,
+    };
+    let end = |k: u32| libc::sock_filter { code: (libc::BPF_RET | libc::BPF_K) as u16, jt: 0, jf: 0, k };
+    // Goes on if the word that was loaded is this one, else to the end, over so many steps.
+    let same = |k: u32, jf: u8| libc::sock_filter {
+        code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
+        jt: 0,
+        jf,
+        k,
+    };
+    let mut steps = vec![load(libc::BPF_LEN, 0), same(bytes.len() as u32, 9)];
+    for (at, word) in bytes.as_chunks::<4>().0.iter().enumerate() {
+        steps.push(load(libc::BPF_ABS, 4 * at as u32));
+        steps.push(same(u32::from_be_bytes(*word), 7 - 2 * at as u8));
+    }
+    steps.extend([end(u32::MAX), end(0)]);
+    let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    let length = size_of::<libc::sock_fprog>() as libc::socklen_t;
+    // SAFETY: `program` has `length` bytes, and names as many steps as there are; the kernel copies them.
     check(unsafe {
-        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut peer).cast(), &raw mut length)
+        libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, (&raw const program).cast(), length)
     })?;
-    Ok(peer.uid)
+    Ok(())
+}
+
+/// Who has sent the next message to a Unix socket that asks for this (`SO_PASSCRED`): the number of a user. The message stays
+/// where it is, and descriptors that are passed with it are not received.
+///
+/// # Errors
+/// `EAGAIN` when there is no message; `EACCES` when it does not say; else the errno of recvmsg(2).
+pub fn sender(fd: RawFd) -> io::Result<u32> {
+    // SAFETY: a computation with a length.
+    const ROOM: usize = unsafe { libc::CMSG_SPACE(size_of::<libc::ucred>() as u32) } as usize;
+    // Aligned as the headers in it have to be. There is room for one thing.
+    let mut control = [0u64; ROOM / size_of::<u64>()];
+    const { assert!(ROOM.is_multiple_of(size_of::<u64>()) && align_of::<libc::cmsghdr>() <= align_of::<u64>()) };
+    let mut header = message(null_mut(), 0);
+    header.msg_control = control.as_mut_ptr().cast();
+    header.msg_controllen = ROOM as _;
+    repeat(|| {
+        // SAFETY: `header` names no bytes, and ROOM writable bytes for control data.
+        unsafe { libc::recvmsg(fd, &raw mut header, libc::MSG_PEEK | libc::MSG_DONTWAIT) }
+    })?;
+    // SAFETY: the kernel has filled in `header`.
+    let first = unsafe { libc::CMSG_FIRSTHDR(&raw const header) };
+    // SAFETY: null, or inside `control`, which is initialized and aligned for it.
+    let is_there = unsafe { first.as_ref() }
+        .is_some_and(|it| (it.cmsg_level, it.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_CREDENTIALS));
+    if !is_there {
+        return Err(Errno::ACCESS.into());
+    }
+    // SAFETY: the header's data, which lie behind it.
+    let data = unsafe { libc::CMSG_DATA(first) };
+    // SAFETY: the kernel puts a whole `ucred` there or nothing; ROOM is for one.
+    Ok(unsafe { data.cast::<libc::ucred>().read_unaligned() }.uid)
 }
 
 /// The next byte of the stream without taking it; `None` when the peer has closed its side.

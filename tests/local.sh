@@ -47,6 +47,7 @@ report "clients are killed" $((60 + count / 5)) kill-clients "$count" "$seed"
 report "servers are killed" $((60 + count / 5)) kill-servers "$count" "$seed"
 report stopped 60 stopped
 report "at the client's name" 60 handshake-client
+RPCRDMA_PROVIDER=auto report "another user's server" 60 another-users
 report "at the server" 60 "$([ -n "${LOCAL_LONG:-}" ] && echo silent || echo handshake)-server"
 report segment 60 segment
 report outbox 180 outbox
@@ -75,6 +76,7 @@ serves() {
 refused='the peer shares no memory with us'
 tell=(env RPCRDMA_LOG=info)
 nobody=(setpriv --reuid=65534 --regid=65534 --clear-groups)
+someone=(setpriv --reuid=4321 --regid=4321 --clear-groups)
 own_processes=(unshare --pid --mount --fork --kill-child --mount-proc)
 
 if serves "${tell[@]}"; then
@@ -94,14 +96,14 @@ if serves env RPCRDMA_PROVIDER=iwarp; then
     stop "$server"
 fi
 
-# To the kernel, shared memory is a file.
+# To the kernel, shared memory is a file, which the server makes.
 short=(bash -c 'ulimit -f 100 && exec "$@"' -)
 if serves; then
-    goes "a client that may write no long files, and nothing but memory: $refused" "$refused" 127.0.0.1 "${short[@]}"
+    goes "a client that may write no long files" memory 127.0.0.1 "${short[@]}"
     stop "$server"
 fi
-if serves env RPCRDMA_PROVIDER=auto; then
-    goes "a client that may write no long files: software iWARP" "no memory" 127.0.0.1 env RPCRDMA_PROVIDER=auto "${short[@]}"
+if serves "${short[@]}"; then
+    goes "a server that may write no long files, and nothing but memory: $refused" "$refused" 127.0.0.1
     stop "$server"
 fi
 if serves env RPCRDMA_PROVIDER=auto "${short[@]}"; then
@@ -109,15 +111,15 @@ if serves env RPCRDMA_PROVIDER=auto "${short[@]}"; then
     stop "$server"
 fi
 
-# Mapping what a peer has passed may be refused, by a limit or by a security module.
+# Mapping memory may be refused, by a limit or by a security module.
 none=(env NO_SEGMENTS=yes RPCRDMA_PROVIDER=auto)
 if serves "${none[@]}"; then
-    goes "a server that cannot use what it gets: software iWARP" "no memory" 127.0.0.1 env RPCRDMA_PROVIDER=auto
-    goes "a server that cannot use what it gets, and nothing but memory: $refused" "$refused" 127.0.0.1
+    goes "a server that cannot map what its client writes: software iWARP" "no memory" 127.0.0.1 env RPCRDMA_PROVIDER=auto
+    goes "a server that cannot map what its client writes, and nothing but memory: $refused" "$refused" 127.0.0.1
     stop "$server"
 fi
 if serves env RPCRDMA_PROVIDER=auto; then
-    goes "a client that cannot use what it gets: software iWARP" "no memory" 127.0.0.1 "${none[@]}"
+    goes "a client that cannot map what its server writes: software iWARP" "no memory" 127.0.0.1 "${none[@]}"
     stop "$server"
 fi
 
@@ -133,10 +135,20 @@ fi
 if "${nobody[@]}" test -x "$scratch/local" 2>/dev/null; then
     if serves; then
         goes "a client of another user" memory 127.0.0.1 "${nobody[@]}"
+        goes "the same, where more than memory may be used" memory 127.0.0.1 env RPCRDMA_PROVIDER=auto "${nobody[@]}"
         stop "$server"
     fi
-    if serves "${nobody[@]}"; then
-        goes "a server of another user" memory 127.0.0.1
+    if serves "${someone[@]}" "${tell[@]}" RPCRDMA_PROVIDER=auto; then
+        goes "a server of another user, where nothing but memory may be used" memory 127.0.0.1
+        goes "a server of another user: software iWARP" "no memory" 127.0.0.1 env RPCRDMA_PROVIDER=auto
+        grep -q "no memory is offered to a client that user 0 runs" server.log && ok "the server's log says why" ||
+            FAIL "the server's log says why" server.log
+        goes "a server of the same user, who is not root" memory 127.0.0.1 env RPCRDMA_PROVIDER=auto "${someone[@]}"
+        stop "$server"
+    fi
+    if serves "${nobody[@]}" env RPCRDMA_PROVIDER=auto; then
+        goes "a server of users that the kernel does not tell apart: software iWARP" "no memory" 127.0.0.1 \
+            env RPCRDMA_PROVIDER=auto "${nobody[@]}"
         stop "$server"
     fi
 else

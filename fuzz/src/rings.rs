@@ -62,12 +62,12 @@ fn inward(number: u64) -> u8 {
 impl Bench {
     fn new(flags: u8) -> Bench {
         let (own, fd) = Own::new().expect("a segment");
-        let ours = Theirs::new(fd).expect("a segment");
+        let ours = Theirs::new(&fd).expect("a segment");
         let (theirs, fd) = Own::new().expect("a segment");
         let (socket, peer) = UnixStream::pair().expect("sockets");
         peer.set_nonblocking(true).expect("a socket");
         let mut bench = Bench {
-            rings: Rings::new(own, Theirs::new(fd).expect("a segment"), flags & 1 != 0),
+            rings: Rings::new(own, Theirs::new(&fd).expect("a segment"), flags & 1 != 0),
             socket,
             peer: Some(peer),
             theirs,

@@ -152,7 +152,7 @@ fn decode(mode: u8, input: &mut Input<'_>) {
 /// `length` more bytes of the message, which a peer shows in its outbox.
 fn shown(model: &mut Vec<u8>, length: usize) -> Shown {
     let (own, file) = Own::new().expect("memory");
-    let (own, theirs) = (Arc::new(own), Arc::new(Theirs::new(file).expect("a segment")));
+    let (own, theirs) = (Arc::new(own), Arc::new(Theirs::new(&file).expect("a segment")));
     let bytes: Vec<u8> = (0..length).map(|at| (at * 11 + 3) as u8).collect();
     model.extend_from_slice(&bytes);
     let mut buf = Buf::outbox(&own).expect("nobody has it");

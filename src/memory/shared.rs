@@ -9,13 +9,18 @@
 //! after each copy: an end that has copied what was no longer there finds out. One message at a time has the outbox: a Call until
 //! its end, a reply until [`Word::Taken`] says that it was decoded. Other messages go through the ring.
 //!
+//! # Who can do what
+//! A server makes both segments ([`blank`]) and passes them to its client. Each end becomes the writer of one ([`Own::of`]), after
+//! which nobody else can, not even through the descriptor (`F_SEAL_FUTURE_WRITE`).
+//!
 //! **The peer is hostile.** What it writes may change at any moment. There is never a reference to its memory, nor a slice or a
 //! `Region` of it: words are loaded as atomics, each once, and bytes are copied into memory of our own before anybody looks at
-//! them. What it has passed to us cannot shrink under our hands (`F_SEAL_SHRINK`), which would be a SIGBUS, and has exactly the
-//! length that we map.
+//! them. It cannot shrink under our hands (`F_SEAL_SHRINK`), which would be a SIGBUS. Nor can holes be made in it from when it is
+//! mapped here: the kernel would go through all mappings of the file, of which a peer can make as many as it likes, and have
+//! us wait for that when we map it or give it back.
 //!
-//! The peer can only read what we write: it gets a descriptor that is open for reading, of a file that nobody but its owner may
-//! open again.
+//! The server that has made a client's segment may have mapped it for writing before: a client takes a segment only from those
+//! who could write to its memory in other ways, root and its own user.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -26,8 +31,8 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
 use std::time::Duration;
 
-use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, Stat};
-use rustix::fs::{fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create, open};
+use rustix::fs::{MemfdFlags, Mode, SealFlags};
+use rustix::fs::{fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
 use rustix::io::Errno;
 
 use super::{Buf, IoVec, IoVecMut, Region};
@@ -60,8 +65,11 @@ const MOST: usize = 16 << 10;
 /// How many are mapped now.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// What nobody may do to a segment any more.
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+/// What nobody may do to a segment: change its length.
+const FIXED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+
+/// Nor, once it has its writer, write it except through a mapping that exists, or make a hole in it.
+const WRITTEN: SealFlags = FIXED.union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
 
 /// A word of a segment. Those that are written on different occasions lie in different cache lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -173,40 +181,62 @@ pub struct Own {
     over: AtomicBool,
 }
 
+/// A segment of zeros, which nobody writes yet.
+///
+/// # Errors
+/// The errno of what the kernel refuses: `EMFILE`, `ENOMEM`, `ENOSYS`, `EFBIG`.
+pub fn blank() -> io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Some systems want to be told that nothing in it is executed; older ones do not know that flag.
+    let file = match memfd_create("rpcrdma", flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(Errno::INVAL) => memfd_create("rpcrdma", flags)?,
+        file => file?,
+    };
+    // To the kernel it is a file: one that is too long for RLIMIT_FSIZE would end the program.
+    process::quietly(|| ftruncate(&file, SIZE as u64).map_err(Errno::raw_os_error))
+        .map_err(io::Error::from_raw_os_error)?;
+    // Another user who has its descriptor can give it no attributes, either.
+    fchmod(&file, Mode::empty())?;
+    fcntl_add_seals(&file, FIXED)?;
+    Ok(file)
+}
+
+/// Whether a segment of ours has a writer: from then on there is no other one.
+pub fn is_written(file: &OwnedFd) -> bool {
+    fcntl_get_seals(file).is_ok_and(|seals| seals.contains(WRITTEN))
+}
+
+/// Whether this file has the length of a segment.
+fn is_as_long(file: &OwnedFd) -> bool {
+    fstat(file).is_ok_and(|stat| stat.st_size == SIZE as i64)
+}
+
 impl Own {
-    /// A segment of zeros, and the descriptor for the peer.
+    /// A segment of zeros that this process writes, and the descriptor for the peer.
     ///
     /// # Errors
-    /// The errno of what the kernel refuses: `EMFILE`, `ENOMEM`, `ENOSYS`, `EFBIG`.
+    /// As [`blank`]; `EINVAL` from a kernel before 5.1.
     pub fn new() -> io::Result<(Own, OwnedFd)> {
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // Some systems want to be told that nothing in it is executed; older ones do not know that flag.
-        let file = match memfd_create("rpcrdma", flags | MemfdFlags::NOEXEC_SEAL) {
-            Err(Errno::INVAL) => memfd_create("rpcrdma", flags)?,
-            file => file?,
-        };
-        // To the kernel it is a file: one that is too long for RLIMIT_FSIZE would end the program.
-        process::quietly(|| ftruncate(&file, SIZE as u64).map_err(Errno::raw_os_error))
-            .map_err(io::Error::from_raw_os_error)?;
-        let mapping = Mapping::new(&file, libc::PROT_READ | libc::PROT_WRITE)?;
+        let file = blank()?;
+        Ok((Own::of(&file)?, file))
+    }
+
+    /// Becomes the writer of a blank segment. What can fail has not changed it.
+    ///
+    /// # Errors
+    /// `EINVAL` for anything but a segment whose length is fixed; `EPERM` if it has a writer; the errno of what the kernel refuses.
+    pub fn of(file: &OwnedFd) -> io::Result<Own> {
+        if !is_as_long(file) || !fcntl_get_seals(file)?.contains(FIXED) {
+            return Err(Errno::INVAL.into());
+        }
         let own = Own {
-            mapping,
+            mapping: Mapping::new(file, libc::PROT_READ | libc::PROT_WRITE)?,
             generation: fork::generation(),
             taken: AtomicBool::new(false),
             over: AtomicBool::new(false),
         };
-        fchmod(&file, Mode::RUSR)?;
-        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        let (file, seals) = match open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
-            Ok(to_read) => {
-                fcntl_add_seals(&file, SEALS)?;
-                return Ok((own, to_read));
-            }
-            // Without /proc: then it can be written only through existing mappings, which nobody but us has.
-            Err(_) => (file, SEALS | SealFlags::FUTURE_WRITE),
-        };
-        fcntl_add_seals(&file, seals)?;
-        Ok((own, file))
+        fcntl_add_seals(file, WRITTEN)?;
+        Ok(own)
     }
 
     /// One of its words. A child that was forked from us has them too.
@@ -316,40 +346,15 @@ impl Bell {
 pub struct Theirs(Mapping);
 
 impl Theirs {
-    /// The most bytes that a file passed by a peer may have in memory, which whoever closes it last has to free: a segment, which
-    /// the kernel may have rounded up to a huge page.
-    pub const BYTES_MOST: u64 = SIZE as u64 + (2 << 20);
-
-    /// The seals of a file in memory, and what else is known about it; `None` for any file that is somewhere else. Nothing that
-    /// a peer may have passed makes this wait.
-    fn in_memory(file: &OwnedFd) -> Option<(SealFlags, Stat)> {
-        // Only files in memory have seals; of others, nothing more is asked. A file of a tmpfs, which may go away with its
-        // last file, has exactly this one.
-        let seals = fcntl_get_seals(file).ok().filter(|seals| *seals != SealFlags::SEAL)?;
-        Some((seals, fstat(file).ok()?))
-    }
-
-    /// How many bytes a file has in memory, also beyond its end; `None` for any file that is somewhere else.
-    pub fn bytes_of(file: &OwnedFd) -> Option<u64> {
-        Theirs::in_memory(file).map(|(_, stat)| (stat.st_blocks as u64).saturating_mul(512))
-    }
-
-    /// Whether this is a segment that keeps its length.
-    pub fn is_segment(file: &OwnedFd) -> bool {
-        let length = |(seals, stat): (SealFlags, Stat)| seals.contains(SEALS) && stat.st_size == SIZE as i64;
-        Theirs::in_memory(file).is_some_and(length)
-            && Theirs::bytes_of(file).is_some_and(|bytes| bytes <= Theirs::BYTES_MOST)
-    }
-
-    /// Maps what a peer has passed.
+    /// Maps a segment that the peer writes.
     ///
     /// # Errors
-    /// `EINVAL` for anything but a segment that keeps its length; the errno of what the kernel refuses.
-    pub fn new(file: OwnedFd) -> io::Result<Theirs> {
-        if !Theirs::is_segment(&file) {
+    /// `EINVAL` for anything but a segment that has its writer; the errno of what the kernel refuses.
+    pub fn new(file: &OwnedFd) -> io::Result<Theirs> {
+        if !is_as_long(file) || !is_written(file) {
             return Err(Errno::INVAL.into());
         }
-        Ok(Theirs(Mapping::new(&file, libc::PROT_READ)?))
+        Ok(Theirs(Mapping::new(file, libc::PROT_READ)?))
     }
 
     /// What a word says now. What was written before it is visible too.

@@ -40,7 +40,7 @@ use crate::stats::{self, Counter};
 use crate::wire::private_data::PrivateData;
 use crate::wire::{Handle, Segment};
 
-use super::local::{self, Asked, Offered, Sharing};
+use super::local::{self, Asked, Offered, Sharing, Trust};
 use ddp::Fault;
 use mpa::StartFrame;
 use receive::{End, Receive, Target};
@@ -230,7 +230,8 @@ impl Iwarp {
         let mut iwarp = Iwarp::new(socket, options, Stage::AwaitReply)?;
         if iwarp.options.sharing != Sharing::Never {
             // Without sharing, the connection is like any other, and the peer is not asked.
-            iwarp.asked = Asked::new(&mut iwarp.options.private_data).ok();
+            let from = if iwarp.options.sharing == Sharing::Must { Trust::ANYBODY } else { Trust::own() };
+            iwarp.asked = Asked::new(&mut iwarp.options.private_data, from).ok();
         }
         let o = &iwarp.options;
         let request = StartFrame::request(&o.offer(), o.revision, &o.private_data).encode();

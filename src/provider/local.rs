@@ -2,25 +2,25 @@
 //! TCP connection. The TCP connection stays: it names the connection, shows its end, and wakes whoever waits.
 //!
 //! # How two ends find each other
-//! The TCP connection is made as usual. A client whose server has an address of this host listens at a Unix socket with a
-//! random abstract name, and writes that name and a secret into the private data of its MPA Request, behind the words of RFC
-//! 8797. Peers that do not know them ignore them. A server that does connects to the name, which exists only in this network
-//! namespace of this host. There the server shows the client's secret and passes the segment of memory that it writes; in
-//! the MPA Reply it sends a secret of its own. The client shows that secret and passes its own segment over the same Unix
-//! connection, and sends a byte over TCP; the server answers with [`SHARED`], or with another byte if it cannot use what it
-//! got. If any of this fails, the connection goes on as software iWARP at once: nobody waits for any step longer than for
-//! the MPA startup.
+//! The TCP connection is made as usual. A client whose server has an address of this host binds a Unix socket to a random
+//! abstract name, and writes that name and a secret into the private data of its MPA Request, behind the words of RFC 8797.
+//! Peers that do not know them ignore them. A server that does makes two segments of memory, one for each end to write, sends
+//! both with the secret to that name, which exists only in this network namespace of this host, and says so in the MPA Reply.
+//! The client maps them, seals its own so that it has no other writer, and sends a byte over TCP; the server, which has kept a
+//! descriptor of that segment, sees the seal, maps it, and answers with [`SHARED`], or with another byte if it cannot. If any of
+//! this fails, the connection goes on as software iWARP at once: nobody waits for any step longer than for the MPA startup.
 //!
 //! # Why that is safe
-//! Whoever has shown the secrets has read both directions of the TCP connection. So the memory is shared with nobody but its
-//! two ends, whoever they are: the same parties that would otherwise have read and written the bytes. Every user of the host
-//! sees the names (`/proc/net/unix`), and nobody sees the secrets. Anybody else who connects to a name shows no secret, and
-//! is ignored. Anybody who takes a name after its owner has gone is shown the secret of a connection that has ended, and a
-//! segment into which nothing is ever written, since they cannot answer with the server's secret, which went over TCP. A
-//! secret is 128 bits from getrandom(2), and good for one connection.
+//! Whoever has shown the secret has read the TCP connection, and whoever has sealed the segment has got it and can write to it.
+//! So the memory is shared with nobody but the two ends, whoever they are: the same parties that would otherwise have read and
+//! written the bytes. Every user of the host sees the names (`/proc/net/unix`), and nobody sees the secrets. What anybody else
+//! sends to a name is discarded. Anybody who takes a name after its owner has gone gets the segments of a connection that has
+//! ended, into which nothing is ever written, because nobody answers over TCP. A secret is 128 bits from getrandom(2), and good
+//! for one connection.
 //!
-//! `peer` says what somebody may do with the Unix sockets, `memory::shared` what the other end may do with the memory, and
-//! `rings` what it may do with the numbers in it.
+//! A client takes memory from root and from its own user, unless nothing but memory may be used, and its Request says so.
+//! `mailbox` says why, and what somebody may do with the Unix socket; `memory::shared` what the other end may do with the memory, and `rings` what it may do
+//! with the numbers in it.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -35,13 +35,14 @@ use super::iwarp::{self, Iwarp};
 use super::{Device, Options, QueuePair, Traits, Way};
 use crate::error::{Error, Kind};
 use crate::memory::Areas;
-use crate::memory::shared::Own;
-use crate::{process, socket};
+use crate::memory::shared::{self, Own, Theirs};
+use crate::{log_info, process, socket};
 
-mod peer;
+mod mailbox;
 mod rings;
 
-use peer::{Listener, Peer, SECRET, Secret};
+pub use mailbox::Trust;
+use mailbox::{Mailbox, SECRET, Secret};
 pub use rings::Rings;
 
 /// What the layers above know about it.
@@ -111,7 +112,8 @@ fn possible() -> Result<(), Error> {
         Error::new(e.kind(), format!("{what}: {e}"))
     };
     let (mut request, mut reply) = (Vec::new(), Vec::new());
-    let asked = Asked::new(&mut request).map_err(|e| cannot("a Unix socket with an abstract name", e))?;
+    let asked = Asked::new(&mut request, Trust::ANYBODY)
+        .map_err(|e| cannot("a Unix socket with an abstract name", e))?;
     Own::new().map_err(|e| cannot("a sealed memfd", e))?;
     let lost =
         || Error::new(Kind::Os(libc::EPERM), "a memfd cannot be passed over a Unix socket, or not be mapped");
@@ -119,7 +121,7 @@ fn possible() -> Result<(), Error> {
     let _theirs = asked.end(&reply, false).ok_or_else(lost)?;
     match offered.answer(false) {
         Answer::Accepted(_) => Ok(()),
-        Answer::Nothing | Answer::Declined | Answer::Useless => Err(lost()),
+        Answer::Declined | Answer::Useless => Err(lost()),
     }
 }
 
@@ -146,13 +148,13 @@ fn with(options: &Options, fd: RawFd) -> Result<iwarp::Options, Error> {
 
 /// The error of a peer that does not share memory, where nothing else may be used.
 pub fn missing() -> Error {
-    let text = "the peer shares no memory with us: it is on another host or in another network namespace, or does not \
-                know how to, and RPCRDMA_PROVIDER=local takes nothing else";
+    let text = "the peer shares no memory with us: it is on another host or in another network namespace, takes none but \
+                root's or its own user's, or does not know how to, and RPCRDMA_PROVIDER=local takes nothing else";
     Error::new(Kind::Peer, text)
 }
 
 /// Begins what private data says about shared memory. The last byte is the version.
-const MARK: &[u8; 8] = b"RPCRloc\x06";
+const MARK: &[u8; 8] = b"RPCRloc\x07";
 
 /// The answer of a server that has its client's segment.
 pub const SHARED: u8 = 1;
@@ -174,81 +176,87 @@ fn find<const N: usize>(private_data: &[u8]) -> Option<[u8; N]> {
 }
 
 /// A client's end, which waits for its server.
-pub struct Asked(Listener);
+pub struct Asked {
+    mailbox: Mailbox,
+    from: Trust,
+}
+
+/// Bytes of what it says: the name, the secret, and from whom it takes memory.
+const ASKED: usize = 2 * SECRET + size_of::<u32>();
 
 impl Asked {
-    /// Begins to listen. What is to be said in the MPA Request is appended to `private_data`.
+    /// Asks for memory. What is to be said in the MPA Request is appended to `private_data`.
     ///
     /// # Errors
-    /// The errno of what the system refuses; `EACCES` if strangers have been in the way too often.
-    pub fn new(private_data: &mut Vec<u8>) -> io::Result<Asked> {
+    /// The errno of what the system refuses; `EACCES` if it was in vain too often.
+    pub fn new(private_data: &mut Vec<u8>, from: Trust) -> io::Result<Asked> {
         let (public, secret) = (random()?, random()?);
-        let listener = Listener::new(&name(&public)?, secret)?;
-        private_data.extend_from_slice(&[&MARK[..], &public, &secret].concat());
-        Ok(Asked(listener))
+        let mailbox = Mailbox::new(&name(&public)?, &secret)?;
+        private_data.extend_from_slice(&[&MARK[..], &public, &secret, &from.0.to_be_bytes()].concat());
+        Ok(Asked { mailbox, from })
     }
 
     /// The outcome, once the MPA Reply is here. `None`: the server does not share memory, or something failed.
-    pub fn end(mut self, private_data: &[u8], spins: bool) -> Option<Rings> {
-        let answer: Secret = find(private_data)?;
-        // A server that connected before it said so in the Reply is already here. What fails from here on fails for good.
-        let (peer, theirs) = self.0.find()?;
-        let (own, file) = Own::new().ok()?;
-        peer.pass(&answer, file.as_fd()).ok()?;
+    pub fn end(self, private_data: &[u8], spins: bool) -> Option<Rings> {
+        // A server that says so in the Reply has passed it.
+        find::<0>(private_data)?;
+        let [theirs, own] = self.mailbox.take(self.from).ok()?;
+        let theirs = Theirs::new(&theirs).ok()?;
+        // Last, because this is the answer: nothing fails from here on.
+        let own = Own::of(&own).ok()?;
         Some(Rings::new(own, theirs, spins))
     }
 }
 
 /// A server's end, which waits for its client's answer.
 pub struct Offered {
-    /// What was passed, for as long as the client has not answered: when it is closed, before `peer`, there is a descriptor for
-    /// the answer.
-    file: Option<OwnedFd>,
-    peer: Peer,
     own: Option<Own>,
+    /// What the client is to write.
+    theirs: OwnedFd,
 }
 
 /// What a client has answered.
 pub enum Answer {
-    /// Nothing yet.
-    Nothing,
     /// The client goes on without shared memory.
     Declined,
-    /// Something that cannot be used: the client has to be told.
+    /// The client shares memory, but it cannot be mapped here: the client has to be told.
     Useless,
     /// The rings.
     Accepted(Rings),
 }
 
 impl Offered {
-    /// An offer to a client that has asked for it. What is to be said in the MPA Reply is appended to `reply`. `None`: the
-    /// client has not asked, or is elsewhere, or is not trusted, or something failed.
+    /// Passes memory to a client that has asked for it. What is to be said in the MPA Reply is appended to `reply`. `None`: the
+    /// client has not asked, or is elsewhere, or something failed.
     pub fn new(private_data: &[u8], reply: &mut Vec<u8>) -> Option<Offered> {
-        let asked: [u8; 2 * SECRET] = find(private_data)?;
-        let (public, theirs) = asked.split_first_chunk::<SECRET>()?;
-        let theirs: &Secret = theirs.first_chunk()?;
-        let mut offer = || {
-            let secret = random()?;
-            let peer = Peer::connect(&name(public)?, secret)?;
-            let (own, file) = Own::new()?;
-            peer.pass(theirs, file.as_fd())?;
-            reply.extend_from_slice(&[&MARK[..], &secret].concat());
-            Ok::<_, io::Error>(Offered { peer, own: Some(own), file: Some(file) })
-        };
-        offer().ok()
+        let asked: [u8; ASKED] = find(private_data)?;
+        let (public, rest) = asked.split_first_chunk::<SECRET>()?;
+        let (secret, from) = rest.split_first_chunk::<SECRET>()?;
+        let from = Trust(u32::from_be_bytes(*from.first_chunk()?));
+        // It would not be taken, and be in the client's way.
+        if !from.includes_us() {
+            log_info!(
+                "no memory is offered to a client that user {} runs, and that takes none but root's or its own",
+                from.0
+            );
+            return None;
+        }
+        let to = name(public).ok()?;
+        let (own, file) = Own::new().ok()?;
+        let theirs = shared::blank().ok()?;
+        mailbox::pass(&to, secret, [file.as_fd(), theirs.as_fd()]).ok()?;
+        reply.extend_from_slice(MARK);
+        Some(Offered { own: Some(own), theirs })
     }
 
-    /// What the client has answered by now.
+    /// What the client has answered, once it has said something.
     pub fn answer(&mut self, spins: bool) -> Answer {
-        self.file = None;
-        match self.peer.take() {
-            Ok(Some(theirs)) => match self.own.take() {
-                Some(own) => Answer::Accepted(Rings::new(own, theirs, spins)),
-                None => Answer::Useless,
-            },
-            Ok(None) => Answer::Useless,
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Answer::Nothing,
-            Err(_) => Answer::Declined,
+        if !shared::is_written(&self.theirs) {
+            return Answer::Declined;
+        }
+        match (Theirs::new(&self.theirs), self.own.take()) {
+            (Ok(theirs), Some(own)) => Answer::Accepted(Rings::new(own, theirs, spins)),
+            _ => Answer::Useless,
         }
     }
 }

@@ -849,7 +849,7 @@ fn random_operations_behave_as_on_a_plain_vector() {
 /// Bytes in the outbox of a peer, which are in our hands too.
 fn shown(bytes: &[u8]) -> (Region, Shown) {
     let (own, file) = Own::new().unwrap();
-    let (own, theirs) = (Arc::new(own), Arc::new(Theirs::new(file).unwrap()));
+    let (own, theirs) = (Arc::new(own), Arc::new(Theirs::new(&file).unwrap()));
     let mut buf = Buf::outbox(&own).unwrap();
     buf.extend(bytes).unwrap();
     let region = buf.freeze();

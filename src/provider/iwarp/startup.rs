@@ -51,7 +51,7 @@ impl Iwarp {
                 }
                 Stage::AwaitAnswer(terms) => {
                     let spins = self.options.spins;
-                    // The peer answers there before it says anything here.
+                    // The peer has answered before it says anything.
                     if startup(socket::peek(self.stream.socket).map(|said| said.map_or(0, |_| 1)))?.is_none()
                     {
                         self.stage = Stage::AwaitAnswer(terms);
@@ -59,10 +59,6 @@ impl Iwarp {
                     }
                     let answer = self.offered.as_mut().map_or(Answer::Declined, |it| it.answer(spins));
                     match answer {
-                        Answer::Nothing => {
-                            let text = "the peer neither shares memory nor declines to";
-                            return Err(Error::new(Kind::Protocol, text));
-                        }
                         Answer::Accepted(rings) => {
                             startup(self.send(&[local::SHARED]))?;
                             self.stream.share(rings);

@@ -117,7 +117,7 @@ fn exchange(bytes: [usize; 2], most: usize) {
     let sleepers = Arc::new(Sleepers::default());
     let (one, other) = UnixStream::pair().unwrap();
     let segments = [(); 2].map(|()| Own::new().unwrap());
-    let theirs = [1, 0].map(|side: usize| Theirs::new(segments[side].1.try_clone().unwrap()).unwrap());
+    let theirs = [1, 0].map(|side: usize| Theirs::new(&segments[side].1).unwrap());
     let ends = segments.into_iter().zip(theirs).zip([one, other]).enumerate();
     let threads: Vec<_> = ends
         .map(|(side, (((own, _), theirs), socket))| {

@@ -10,13 +10,14 @@ use std::time::{Duration, Instant};
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
 };
+use rustix::io::Errno;
 use rustix::net::{
-    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, accept_with, bind, connect, listen,
-    sendmsg, sockopt,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, bind, recvmsg, sendmsg_addr, socket_with,
+    sockopt,
 };
-use rustix::process::{Resource, geteuid, getrlimit, setrlimit};
+use rustix::process::{Resource, getrlimit, setrlimit};
 
-use super::peer::{OFFERS_MOST, Offer, STRANGERS, STRANGERS_MOST, is_trusted, unix};
 use super::rings::{LONG, WIDE, WIDE_MOST};
 use super::*;
 use crate::fork;
@@ -239,7 +240,7 @@ fn a_child_that_reads_says_that_it_waits_though_its_parent_was_looking_without_a
 /// A segment, and what its peer sees of it.
 fn segment() -> (Arc<Own>, Arc<Theirs>) {
     let (own, file) = Own::new().unwrap();
-    (Arc::new(own), Arc::new(Theirs::new(file).unwrap()))
+    (Arc::new(own), Arc::new(Theirs::new(&file).unwrap()))
 }
 
 /// A copy of all of it, if the copy is good.
@@ -361,7 +362,7 @@ fn a_peer_takes_what_is_exposed_in_the_outbox_or_asks_for_it() {
 fn hostile() -> (Sockets, Rings, Own) {
     let (own, _) = Own::new().unwrap();
     let (peers, file) = Own::new().unwrap();
-    (sockets(), Rings::new(own, Theirs::new(file).unwrap(), false), peers)
+    (sockets(), Rings::new(own, Theirs::new(&file).unwrap(), false), peers)
 }
 
 #[test]
@@ -417,46 +418,55 @@ fn a_peer_that_wakes_without_end_or_without_reason_keeps_nobody() {
 }
 
 #[test]
-fn only_a_segment_that_keeps_its_length_is_mapped() {
+fn only_a_segment_that_nobody_else_can_write_or_shorten_is_mapped() {
     let file = |bytes: u64, seals: SealFlags| {
         let file = memfd_create("x", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&file, bytes).unwrap();
         fcntl_add_seals(&file, seals).unwrap();
-        Theirs::new(file).map(|_| ()).map_err(|e| e.raw_os_error())
+        file
     };
-    let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-    assert_eq!(file(SIZE as u64, all), Ok(()));
-    assert_eq!(file(SIZE as u64, all | SealFlags::FUTURE_WRITE), Ok(()));
-    for (bytes, seals) in [
-        (SIZE as u64, SealFlags::GROW | SealFlags::SEAL),
-        (SIZE as u64, SealFlags::empty()),
-        (SIZE as u64 - 1, all),
-        (SIZE as u64 + 1, all),
-        (0, all),
-    ] {
-        assert_eq!(file(bytes, seals), Err(Some(libc::EINVAL)), "{bytes} {seals:?}");
+    let refused = |result: io::Result<()>| result.map_err(|e| e.raw_os_error().unwrap());
+    let fixed = SealFlags::SHRINK | SealFlags::GROW;
+    let written = fixed | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
+    let of = |file: &OwnedFd| refused(Own::of(file).map(|_| ()));
+    let new = |file: &OwnedFd| refused(Theirs::new(file).map(|_| ()));
+    let long = SIZE as u64;
+    let good = file(long, fixed);
+    assert_eq!((new(&good), of(&good), new(&good)), (Err(libc::EINVAL), Ok(()), Ok(())));
+    assert_eq!(of(&good), Err(libc::EPERM), "it has a writer");
+    assert_eq!(new(&file(long, written)), Ok(()));
+    for (bytes, seals) in
+        [(long, SealFlags::GROW), (long, SealFlags::SHRINK), (long - 1, fixed), (long + 1, fixed), (0, fixed)]
+    {
+        assert_eq!(of(&file(bytes, seals)), Err(libc::EINVAL), "{bytes} {seals:?}");
     }
-    // One that takes long to free.
-    let file = memfd_create("x", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
-    ftruncate(&file, SIZE as u64).unwrap();
-    fallocate(&file, FallocateFlags::KEEP_SIZE, SIZE as u64, 16 << 20).unwrap();
-    fcntl_add_seals(&file, all).unwrap();
-    assert!(Theirs::new(file).is_err());
-    let other = |path: &str| Theirs::new(std::fs::File::open(path).unwrap().into()).is_err();
-    assert!(other("/proc/self/exe") && other("/dev/zero"));
+    for (bytes, seals) in [
+        (long, written ^ SealFlags::GROW),
+        (long, written ^ SealFlags::SHRINK),
+        (long, written ^ SealFlags::FUTURE_WRITE),
+        (long, written ^ SealFlags::SEAL),
+        (long - 1, written),
+        (0, written),
+    ] {
+        assert_eq!(new(&file(bytes, seals)), Err(libc::EINVAL), "{bytes} {seals:?}");
+    }
+    for path in ["/proc/self/exe", "/dev/zero"] {
+        let file = std::fs::File::open(path).unwrap().into();
+        assert!(of(&file).is_err() && new(&file).is_err(), "{path}");
+    }
 }
 
 #[test]
-fn what_the_peer_got_it_can_only_read() {
+fn what_the_peer_writes_can_be_read_and_nothing_else() {
     let (own, file) = Own::new().unwrap();
     own.word(Word::Produced).store(5, SeqCst);
-    assert!(
-        std::fs::OpenOptions::new().write(true).open(format!("/proc/self/fd/{}", file.as_raw_fd())).is_err()
-            || process::is_privileged()
-    );
-    assert!(ftruncate(&file, 0).is_err());
-    assert!(socket::send(file.as_raw_fd(), &[]).is_err());
-    assert_eq!(Theirs::new(file).unwrap().get(Word::Produced), 5);
+    assert!(ftruncate(&file, 0).is_err() && ftruncate(&file, 2 * SIZE as u64).is_err());
+    assert_eq!(rustix::io::write(&file, &[1]), Err(Errno::PERM));
+    assert_eq!(Own::of(&file).err().and_then(|e| e.raw_os_error()), Some(libc::EPERM));
+    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    assert_eq!(fallocate(&file, hole, 0, SIZE as u64), Err(Errno::PERM));
+    assert_eq!(fallocate(&file, FallocateFlags::KEEP_SIZE, SIZE as u64, 4096), Err(Errno::PERM));
+    assert_eq!(Theirs::new(&file).unwrap().get(Word::Produced), 5);
 }
 
 /// The name and the secret that a client has sent.
@@ -465,7 +475,7 @@ fn said(private_data: &[u8]) -> (SocketAddrUnix, Secret) {
     (name(asked.first_chunk().unwrap()).unwrap(), *asked.last_chunk().unwrap())
 }
 
-/// Does something in a process of its own: from then on, that one does not trust the user of these tests.
+/// Does something in a process of its own, which may be left without descriptors, or with some for ever.
 fn elsewhere(work: impl FnOnce()) {
     let child = fork::testing::fork(|| {
         work();
@@ -474,13 +484,29 @@ fn elsewhere(work: impl FnOnce()) {
     assert!(child.succeeded());
 }
 
-/// What a client has asked for at a listener of a test.
+fn unix() -> OwnedFd {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None).unwrap()
+}
+
+/// What a client has asked for at a socket of a test.
 fn asked() -> (OwnedFd, Vec<u8>) {
     let public = random().unwrap();
-    let listener = unix().unwrap();
-    bind(&listener, &name(&public).unwrap()).unwrap();
-    listen(&listener, 1).unwrap();
-    (listener, [&MARK[..], &public, &[1; SECRET]].concat())
+    let socket = unix();
+    bind(&socket, &name(&public).unwrap()).unwrap();
+    (socket, [&MARK[..], &public, &[1; SECRET], &[0xFF; 4]].concat())
+}
+
+/// What a server has passed.
+fn passed(to: &OwnedFd) -> Vec<OwnedFd> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    recvmsg(to, &mut [], &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
+    let all = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => Some(files),
+        _ => None,
+    });
+    all.flatten().collect()
 }
 
 /// A descriptor that is closed only after minutes, unless others have it too.
@@ -494,169 +520,17 @@ fn lingering() -> OwnedFd {
 }
 
 /// Sends this with these files.
-fn show(to: &OwnedFd, bytes: &[u8], files: &[OwnedFd]) {
+fn show(to: &SocketAddrUnix, bytes: &[u8], files: &[OwnedFd]) {
     let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(10))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
-    sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::empty()).unwrap();
+    sendmsg_addr(unix(), to, &[IoSlice::new(bytes)], &mut control, SendFlags::empty()).unwrap();
 }
 
-/// Whether no socket stays open, and nobody is distrusted.
-fn is_clean() -> bool {
-    STRANGERS.load(Relaxed) == 0 && is_trusted(geteuid().as_raw())
-}
-
-fn segment_file() -> OwnedFd {
-    Own::new().unwrap().1
-}
-
-#[test]
-fn who_does_not_show_the_secret_is_passed_over() {
-    elsewhere(|| {
-        let mut request = Vec::new();
-        let asked = Asked::new(&mut request).unwrap();
-        let (to, secret) = said(&request);
-        let mut squatters = Vec::new();
-        for wrong in 0..4 {
-            let peer = unix().unwrap();
-            connect(&peer, &to).unwrap();
-            match wrong {
-                // Nothing; a secret of its own; the right one without a segment; and with two.
-                0 => {}
-                1 => show(&peer, &[7; SECRET], &[segment_file()]),
-                2 => drop(rustix::net::send(&peer, &secret, SendFlags::NOSIGNAL).unwrap()),
-                _ => show(&peer, &secret, &[segment_file(), segment_file()]),
-            }
-            squatters.push(peer);
-        }
-        let mut reply = Vec::new();
-        let mut offered = Offered::new(&request, &mut reply).unwrap();
-        assert!(matches!(offered.answer(false), Answer::Nothing));
-        assert!(asked.end(&reply, false).is_some());
-        assert!(is_clean());
-        assert!(matches!(offered.answer(false), Answer::Accepted(_)));
-        drop(offered);
-        assert!(is_clean());
-    });
-}
-
-#[test]
-fn a_server_takes_no_answer_but_that_of_who_has_read_its_reply() {
-    for segments in [1, 2] {
-        elsewhere(|| {
-            let (listener, request) = asked();
-            let mut reply = Vec::new();
-            let mut offered = Offered::new(&request, &mut reply).unwrap();
-            let peer = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
-            let secret = if segments == 1 { [7; SECRET] } else { find(&reply).unwrap() };
-            let files = [segment_file(), segment_file()];
-            show(&peer, &secret, &files[..segments]);
-            assert!(matches!(offered.answer(false), Answer::Useless));
-        });
-    }
-}
-
-#[test]
-fn a_server_waits_for_nothing_that_a_client_passes() {
-    for (what, wrong, lingers, segments, more) in [
-        ("without the secret", Some([7; SECRET]), 1, 0, false),
-        ("with the secret", None, 1, 0, false),
-        ("beside a segment", None, 1, 1, false),
-        ("in great number", None, 9, 1, false),
-        ("after a segment", None, 0, 1, true),
-    ] {
-        elsewhere(|| {
-            let began = Instant::now();
-            let (listener, request) = asked();
-            let mut reply = Vec::new();
-            let mut offered = Offered::new(&request, &mut reply).unwrap();
-            let peer = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
-            let secret = wrong.unwrap_or_else(|| find(&reply).unwrap());
-            let files: Vec<_> =
-                (0..lingers).map(|_| lingering()).chain((0..segments).map(|_| segment_file())).collect();
-            show(&peer, &secret, &files);
-            drop(files);
-            if more {
-                // A message of nothing but a descriptor.
-                show(&peer, &[], &[lingering()]);
-            }
-            assert_eq!(
-                matches!(offered.answer(false), Answer::Accepted(_)),
-                what == "after a segment",
-                "{what}"
-            );
-            drop(offered);
-            assert!(began.elapsed() < Duration::from_secs(100), "{what}");
-            assert!(Offered::new(&request, &mut reply).is_none(), "{what}: the user is trusted no more");
-        });
-    }
-}
-
-#[test]
-fn a_client_waits_for_nothing_that_strangers_pass() {
-    elsewhere(|| {
-        let began = Instant::now();
-        for turn in 1.. {
-            let mut request = Vec::new();
-            // Too many of them, and nobody listens any more.
-            let Ok(asked) = Asked::new(&mut request) else {
-                assert_eq!(turn, 1 + STRANGERS_MOST / 2);
-                break;
-            };
-            let (to, secret) = said(&request);
-            let stranger = |secret| {
-                let peer = unix().unwrap();
-                connect(&peer, &to).unwrap();
-                show(&peer, secret, &[lingering()]);
-                peer
-            };
-            let first = stranger(&[7; SECRET]);
-            let server = unix().unwrap();
-            connect(&server, &to).unwrap();
-            show(&server, &secret, &[segment_file()]);
-            let last = stranger(&[0; SECRET]);
-            assert!(asked.end(&[&MARK[..], &[9; SECRET]].concat(), false).is_some());
-            drop((first, last));
-        }
-        assert!(began.elapsed() < Duration::from_secs(100));
-    });
-}
-
-#[test]
-fn nobody_is_distrusted_who_has_declined() {
-    elsewhere(|| {
-        for _ in 0..2 {
-            // One goes away without a word, with what was passed to it unread.
-            let (listener, request) = asked();
-            let mut offered = Offered::new(&request, &mut Vec::new()).unwrap();
-            drop(listener);
-            assert!(matches!(offered.answer(false), Answer::Declined));
-            // One has not answered yet.
-            let (_listener, request) = asked();
-            assert!(matches!(
-                Offered::new(&request, &mut Vec::new()).unwrap().answer(false),
-                Answer::Nothing
-            ));
-            // One goes away, or is not waited for, when it has passed its segment.
-            let (listener, request) = asked();
-            let mut reply = Vec::new();
-            let offered = Offered::new(&request, &mut reply).unwrap();
-            let peer = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
-            show(&peer, &find::<SECRET>(&reply).unwrap(), &[segment_file()]);
-            drop(peer);
-            drop(offered);
-            // Nobody has come; a server whose Reply has not, or does not say so.
-            drop(Asked::new(&mut Vec::new()).unwrap());
-            for ends in [false, true] {
-                let mut request = Vec::new();
-                let asked = Asked::new(&mut request).unwrap();
-                let _offered = Offered::new(&request, &mut reply).unwrap();
-                assert!(!ends || asked.end(&[], false).is_none());
-            }
-        }
-        assert!(is_clean());
-    });
+/// What a server passes: what it writes, and what the client is to write.
+fn segments() -> [OwnedFd; 2] {
+    [Own::new().unwrap().1, shared::blank().unwrap()]
 }
 
 /// How many descriptors this process has.
@@ -665,68 +539,171 @@ fn descriptors() -> usize {
 }
 
 #[test]
-fn memory_is_shared_with_the_last_descriptor_and_nobody_is_distrusted_without_any() {
+fn who_does_not_know_the_secret_leaves_nothing_with_a_client() {
     elsewhere(|| {
-        let before = descriptors();
+        let (began, before) = (Instant::now(), descriptors());
         let mut request = Vec::new();
-        let asked = Asked::new(&mut request).unwrap();
+        let asked = Asked::new(&mut request, Trust::own()).unwrap();
+        let (to, secret) = said(&request);
+        for at in 0..SECRET {
+            let mut wrong = secret;
+            wrong[at] ^= 1;
+            show(&to, &wrong, &segments());
+        }
+        show(&to, &secret[1..], &[]);
+        show(&to, &[&secret[..], &[0]].concat(), &[]);
+        show(&to, &[], &[]);
+        assert_eq!(asked.mailbox.take(Trust::own()).err().map(|e| e.kind()), Some(io::ErrorKind::WouldBlock));
         let mut reply = Vec::new();
         let mut offered = Offered::new(&request, &mut reply).unwrap();
-        let abandoned = Asked::new(&mut request).unwrap();
-        let _unanswered = Offered::new(&request.split_off(request.len() / 2), &mut Vec::new()).unwrap();
-        // From here on, only what is given back can be used again.
-        let mut taken = Vec::new();
-        let limit = |most| {
-            let limits =
-                rustix::process::Rlimit { current: Some(most), maximum: getrlimit(Resource::Nofile).maximum };
-            setrlimit(Resource::Nofile, limits).unwrap();
-        };
-        limit(256);
-        while let Ok(file) = unix() {
-            taken.push(file);
+        let rings = asked.end(&reply, false).unwrap();
+        assert!(matches!(offered.answer(false), Answer::Accepted(_)));
+        drop((rings, offered));
+        assert_eq!(descriptors(), before);
+        // What takes long to close stays with those who sent it.
+        let mut request = Vec::new();
+        let asked = Asked::new(&mut request, Trust::own()).unwrap();
+        let kept = lingering();
+        show(&said(&request).0, &[7; SECRET], std::slice::from_ref(&kept));
+        std::mem::forget(kept);
+        drop(asked);
+        assert!(began.elapsed() < Duration::from_secs(100));
+    });
+}
+
+#[test]
+fn a_server_offers_nothing_to_who_would_not_take_it() {
+    for (trust, offers) in
+        [(Trust::own(), true), (Trust::ANYBODY, true), (Trust(4321), process::is_privileged())]
+    {
+        let mut request = Vec::new();
+        let _asked = Asked::new(&mut request, trust).unwrap();
+        assert_eq!(Offered::new(&request, &mut Vec::new()).is_some(), offers, "{trust:?}");
+    }
+}
+
+#[test]
+fn a_client_takes_two_segments_and_nothing_else() {
+    elsewhere(|| {
+        let before = descriptors();
+        let [one, other] = segments();
+        for wrong in 0..6 {
+            let files = match wrong {
+                0 => vec![],
+                1 => vec![one.try_clone().unwrap()],
+                2 => vec![one.try_clone().unwrap(), other.try_clone().unwrap(), other.try_clone().unwrap()],
+                // In the wrong order; what it is to write has a writer; what the server is to write has none.
+                3 => vec![other.try_clone().unwrap(), one.try_clone().unwrap()],
+                4 => vec![one.try_clone().unwrap(), one.try_clone().unwrap()],
+                _ => vec![other.try_clone().unwrap(), other.try_clone().unwrap()],
+            };
+            let mut request = Vec::new();
+            let asked = Asked::new(&mut request, Trust::own()).unwrap();
+            let (to, secret) = said(&request);
+            show(&to, &secret, &files);
+            assert!(asked.end(MARK, false).is_none(), "{wrong}");
         }
-        drop(abandoned);
-        while let Ok(file) = unix() {
-            taken.push(file);
-        }
-        let rings = asked.end(&reply, false);
-        drop(taken);
-        assert!(rings.is_some() && matches!(offered.answer(false), Answer::Accepted(_)));
-        drop(offered);
-        assert!(is_clean());
-        drop(_unanswered);
-        drop(rings);
+        assert!(!shared::is_written(&other), "nothing was changed");
+        drop((one, other));
         assert_eq!(descriptors(), before);
     });
 }
 
 #[test]
-fn other_users_get_only_so_many_offers_at_a_time() {
+fn a_server_shares_memory_with_who_has_become_the_writer() {
+    for (seals, is_writer) in [
+        (SealFlags::empty(), false),
+        (SealFlags::SEAL, false),
+        (SealFlags::FUTURE_WRITE, false),
+        (SealFlags::FUTURE_WRITE | SealFlags::SEAL, true),
+    ] {
+        let (socket, request) = asked();
+        let mut reply = Vec::new();
+        let mut offered = Offered::new(&request, &mut reply).unwrap();
+        assert_eq!(reply, MARK);
+        let [_, file]: [OwnedFd; 2] = passed(&socket).try_into().unwrap();
+        fcntl_add_seals(&file, seals).unwrap();
+        match offered.answer(false) {
+            Answer::Accepted(_) => assert!(is_writer),
+            Answer::Declined => assert!(!is_writer),
+            Answer::Useless => panic!(),
+        }
+    }
+}
+
+#[test]
+fn whoever_goes_away_in_the_midst_costs_the_other_nothing() {
     elsewhere(|| {
-        let mut all: Vec<_> = (0..OFFERS_MOST).map(|_| Offer::new().unwrap()).collect();
-        assert!(Offer::new().is_none() && Offer::new().is_none());
-        all.pop();
-        assert!(Offer::new().is_some());
+        let before = descriptors();
+        for _ in 0..20 {
+            // A client, with what was passed to it unread.
+            let (socket, request) = asked();
+            let mut offered = Offered::new(&request, &mut Vec::new()).unwrap();
+            drop(socket);
+            assert!(matches!(offered.answer(false), Answer::Declined));
+            // A server that has not come, or has not said so.
+            drop(Asked::new(&mut Vec::new(), Trust::own()).unwrap());
+            let mut request = Vec::new();
+            let asked = Asked::new(&mut request, Trust::own()).unwrap();
+            assert!(asked.end(MARK, false).is_none());
+            // One that has died then.
+            let asked = Asked::new(&mut request, Trust::own()).unwrap();
+            drop(Offered::new(&request.split_off(MARK.len() + ASKED), &mut Vec::new()).unwrap());
+            drop(asked);
+        }
+        assert_eq!(descriptors(), before);
     });
 }
 
 #[test]
-fn who_speaks_before_it_has_answered_is_refused_and_not_waited_for() {
+fn who_has_no_descriptors_left_goes_on_without_memory_and_loses_none() {
+    elsewhere(|| {
+        let sockets = sockets();
+        let before = descriptors();
+        let limit = |most| {
+            let maximum = getrlimit(Resource::Nofile).maximum;
+            setrlimit(Resource::Nofile, rustix::process::Rlimit { current: Some(most), maximum }).unwrap();
+        };
+        for free in 0..4 {
+            let mut request = Vec::new();
+            let asked = Asked::new(&mut request, Trust::own()).unwrap();
+            let mut reply = Vec::new();
+            let mut offered = Offered::new(&request, &mut reply).unwrap();
+            let mut taken = Vec::new();
+            limit(256);
+            while let Ok(file) = rustix::io::dup(sockets.0.as_fd()) {
+                taken.push(file);
+            }
+            taken.truncate(taken.len() - free);
+            assert_eq!(asked.end(&reply, false).is_some(), free >= 2);
+            let accepted = matches!(offered.answer(false), Answer::Accepted(_));
+            assert_eq!(accepted, free >= 2);
+            let fails = Offered::new(&request, &mut Vec::new()).is_none();
+            assert!(fails, "its name has gone");
+            drop((taken, offered));
+            assert_eq!(descriptors(), before);
+        }
+    });
+}
+
+#[test]
+fn who_goes_on_without_memory_and_not_with_software_iwarp_is_refused() {
     let sockets = sockets();
     let mut server = Iwarp::responder(sockets.1.as_raw_fd(), sharing(Sharing::May)).unwrap();
-    let (_listener, private_data) = asked();
+    let (_socket, private_data) = asked();
     let offer = iwarp::mpa::Offer { crc: false, ird: 1, ord: 1 };
     let request = iwarp::mpa::StartFrame::request(&offer, 2, &private_data).encode();
     let say = |bytes: &[u8]| socket::send(sockets.0.as_raw_fd(), &[IoVec::from_slice(bytes)]).unwrap();
     say(&request);
     assert!(!server.establish().unwrap() && !server.establish().unwrap(), "it waits");
-    say(b"x");
-    assert_eq!(server.establish().unwrap_err().kind(), Kind::Protocol);
+    say(&[0xFF; 64]);
+    assert!(server.establish().unwrap());
+    assert_eq!(next(&mut server).unwrap_err().kind(), Kind::Protocol);
 }
 
 #[test]
 fn a_name_that_leads_nowhere_is_software_iwarp() {
-    let request = [&MARK[..], &[3; 2 * SECRET]].concat();
+    let request = [&MARK[..], &[0xFF; ASKED]].concat();
     assert!(Offered::new(&request, &mut Vec::new()).is_none());
     for cut in 0..request.len() {
         assert!(Offered::new(&request[..cut], &mut Vec::new()).is_none());
@@ -737,7 +714,7 @@ fn a_name_that_leads_nowhere_is_software_iwarp() {
 fn watched(spins: bool) -> (Sockets, Rings, Own, Theirs) {
     let (own, seen) = Own::new().unwrap();
     let (peers, file) = Own::new().unwrap();
-    (sockets(), Rings::new(own, Theirs::new(file).unwrap(), spins), peers, Theirs::new(seen).unwrap())
+    (sockets(), Rings::new(own, Theirs::new(&file).unwrap(), spins), peers, Theirs::new(&seen).unwrap())
 }
 
 #[test]
@@ -791,8 +768,8 @@ fn bytes_come_as_they_were_sent_through_rings_whose_length_changes() {
     let (b, to_a) = Own::new().unwrap();
     let sockets = sockets();
     let (at_a, at_b) = (sockets.0.as_raw_fd(), sockets.1.as_raw_fd());
-    let mut from = Rings::new(a, Theirs::new(to_a).unwrap(), false);
-    let mut to = Rings::new(b, Theirs::new(to_b).unwrap(), false);
+    let mut from = Rings::new(a, Theirs::new(&to_a).unwrap(), false);
+    let mut to = Rings::new(b, Theirs::new(&to_b).unwrap(), false);
     let all: Vec<u8> = (0..8 * RING).map(|at| (at % 251) as u8).collect();
     let (mut sent, mut came, mut bytes) = (0, 0, vec![0; RING + 1]);
     let (mut widths, mut round) = ([false; 2], 0);

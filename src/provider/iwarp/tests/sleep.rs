@@ -7,9 +7,9 @@ use super::*;
 fn a_peer_that_gives_byte_after_byte_through_memory_keeps_nobody() {
     let (own, seen) = Own::new().unwrap();
     let (peer, file) = Own::new().unwrap();
-    let seen = Theirs::new(seen).unwrap();
+    let seen = Theirs::new(&seen).unwrap();
     let mut bench = Bench::responder();
-    bench.qp.stream.share(local::Rings::new(own, Theirs::new(file).unwrap(), true));
+    bench.qp.stream.share(local::Rings::new(own, Theirs::new(&file).unwrap(), true));
     // FPDUs none of which ends a message.
     let part = pattern(60_000, 5);
     let fpdu = |n: u32| untagged(Untagged { last: false, mo: n * part.len() as u32, ..SEND }, &part);

@@ -52,7 +52,8 @@ impl Xdr {
     /// Bytes and pad that look like nothing else.
     fn fixed(mut self, len: usize) -> Xdr {
         let start = self.bytes.len();
-        self.bytes.extend((0..len).map(|at| (at * 7 + start * 3 + 1) as u8));
+        let pattern = patterned(Vec::new(), len, |at| (at * 7 + start * 3 + 1) as u8);
+        self.bytes.extend_from_slice(&pattern);
         self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
         self
     }

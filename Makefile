@@ -201,10 +201,13 @@ check-source: all
 	+RUSTDOCFLAGS=-Dwarnings $(CARGO) doc $(CARGOFLAGS) $(FEATURES) --no-deps
 	+$(schedules) $(CARGO) check --profile test $(in_schedules)
 
+# The command's tests, with the crates of the command: to optimise them takes longer than they do.
+unoptimised = --config profile.tool.package.rpcrdma-tools.opt-level=0
+
 # After the library is built: some tests preload it.
 check-rust: all
 	+bash tests/defaults.sh $(CARGO) test $(CARGOFLAGS) $(FEATURES)
-	+bash tests/defaults.sh $(call as_installed,test) --profile tool -p rpcrdma-tools
+	+bash tests/defaults.sh $(call as_installed,test) --profile tool -p rpcrdma-tools $(unoptimised)
 	+bash tests/defaults.sh $(CARGO) test $(FUZZ)
 
 # Replays what fuzzing has found and reached with the installed compiler, without libFuzzer and sanitizers. The crates are those

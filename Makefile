@@ -76,7 +76,7 @@ LIBRARY := build/librpcrdma.so.0
 # Every test that is a script; the scripts named here are parts of others.
 SCRIPTS := $(filter-out tests/defaults.sh tests/lib.sh tests/ns.sh tests/packages.sh tests/planted.sh,$(sort $(wildcard tests/*.sh)))
 # The longest ones come first.
-LONGEST := tests/workers.sh tests/demo.sh tests/back.sh tests/exceptions.sh tests/loop.sh
+LONGEST := tests/late.sh tests/workers.sh tests/demo.sh tests/stat.sh tests/back.sh tests/exceptions.sh tests/loop.sh
 SCRIPTS := $(foreach one,$(LONGEST),$(filter $(one),$(SCRIPTS))) $(filter-out $(LONGEST),$(SCRIPTS))
 # The tests that need a guest with a kernel of its own; the other scripts there are parts of the guest.
 # The soak is not among them: `make soak DEVICE=rxe`. The kernel's siw does not survive it.

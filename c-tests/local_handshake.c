@@ -22,7 +22,7 @@
 /* ---- Handshakes --------------------------------------------------------------------------------------------------- */
 
 /* What a client says: its name, its secret, and from whom it takes memory. */
-enum { SECRET = 16, ASKED = 2 * SECRET + 4, FRAME = 20, MOST = 1024 };
+enum { SECRET = 16, ASKED = 2 * SECRET + 12, FRAME = 20, MOST = 1024 };
 static const char mark[] = "RPCRloc\x07";
 
 static int memory(size_t bytes, int seals)
@@ -395,6 +395,7 @@ static int ask(const struct server *server, const unsigned char *public, const u
     memcpy(request + FRAME + 8, public, SECRET);
     memcpy(request + FRAME + 8 + SECRET, secret, SECRET);
     memset(request + FRAME + 8 + 2 * SECRET, 0xFF, 4);
+    memset(request + FRAME + 8 + 2 * SECRET + 4, 0, 8);
     int fd = connect_to(server->port);
     REQUIRE(send(fd, request, sizeof request, MSG_NOSIGNAL) == sizeof request);
     return fd;

@@ -29,6 +29,14 @@ pub fn is_secure() -> bool {
     secure != 0
 }
 
+/// The user whose rights this process has, if it has no other's: its real, effective and saved user are the same.
+pub fn only_user() -> Option<u32> {
+    let (mut real, mut effective, mut saved) = (0, 0, 0);
+    // SAFETY: three places for a number.
+    check(unsafe { libc::getresuid(&raw mut real, &raw mut effective, &raw mut saved) }).ok()?;
+    (real == effective && effective == saved).then_some(real)
+}
+
 /// Whether what the process does can harm others than its caller: it is root, or has more rights than the caller.
 pub fn is_privileged() -> bool {
     geteuid().is_root() || is_secure()

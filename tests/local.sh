@@ -141,14 +141,22 @@ if "${nobody[@]}" test -x "$scratch/local" 2>/dev/null; then
     if serves "${someone[@]}" "${tell[@]}" RPCRDMA_PROVIDER=auto; then
         goes "a server of another user, where nothing but memory may be used" memory 127.0.0.1
         goes "a server of another user: software iWARP" "no memory" 127.0.0.1 env RPCRDMA_PROVIDER=auto
-        grep -q "no memory is offered to a client that user 0 runs" server.log && ok "the server's log says why" ||
+        grep -q "no memory is offered to a client that takes it from root and user 0" server.log && ok "the server's log says why" ||
             FAIL "the server's log says why" server.log
         goes "a server of the same user, who is not root" memory 127.0.0.1 env RPCRDMA_PROVIDER=auto "${someone[@]}"
         stop "$server"
     fi
     if serves "${nobody[@]}" env RPCRDMA_PROVIDER=auto; then
-        goes "a server of users that the kernel does not tell apart: software iWARP" "no memory" 127.0.0.1 \
-            env RPCRDMA_PROVIDER=auto "${nobody[@]}"
+        goes "a server of nobody, and nobody's client" memory 127.0.0.1 env RPCRDMA_PROVIDER=auto "${nobody[@]}"
+        stop "$server"
+    fi
+    own_users=(unshare --user)
+    if ! "${own_users[@]}" true 2>/dev/null; then
+        skip "a server in a user namespace of its own" "no such namespace can be made here"
+    elif serves "${own_users[@]}" env RPCRDMA_PROVIDER=auto; then
+        goes "a server in a user namespace of its own: software iWARP" "no memory" 127.0.0.1 env RPCRDMA_PROVIDER=auto
+        goes "the same, where nothing but memory may be used" memory 127.0.0.1
+        goes "a client in another one: software iWARP" "no memory" 127.0.0.1 env RPCRDMA_PROVIDER=auto "${own_users[@]}"
         stop "$server"
     fi
 else

@@ -19,8 +19,9 @@
 //! mapped here: the kernel would go through all mappings of the file, of which a peer can make as many as it likes, and have
 //! us wait for that when we map it or give it back.
 //!
-//! The server that has made a client's segment may have mapped it for writing before: a client takes a segment only from those
-//! who could write to its memory in other ways, root and its own user.
+//! The server that has made a client's segment may have mapped it for writing before, so that what lies in the client's outbox may
+//! change too. That is why a client takes a segment only from those who could write to its memory in other ways, root and its
+//! own user, unless its program wants nothing but shared memory.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -206,7 +207,8 @@ pub fn is_written(file: &OwnedFd) -> bool {
     fcntl_get_seals(file).is_ok_and(|seals| seals.contains(WRITTEN))
 }
 
-/// Whether this file has the length of a segment.
+/// Whether this file has the length of a segment. To be asked only of files that have seals, which are in memory: others may
+/// take their time to answer.
 fn is_as_long(file: &OwnedFd) -> bool {
     fstat(file).is_ok_and(|stat| stat.st_size == SIZE as i64)
 }
@@ -221,12 +223,12 @@ impl Own {
         Ok((Own::of(&file)?, file))
     }
 
-    /// Becomes the writer of a blank segment. What can fail has not changed it.
+    /// Becomes the writer of a blank segment. If that fails, the segment is as it was.
     ///
     /// # Errors
     /// `EINVAL` for anything but a segment whose length is fixed; `EPERM` if it has a writer; the errno of what the kernel refuses.
     pub fn of(file: &OwnedFd) -> io::Result<Own> {
-        if !is_as_long(file) || !fcntl_get_seals(file)?.contains(FIXED) {
+        if !fcntl_get_seals(file)?.contains(FIXED) || !is_as_long(file) {
             return Err(Errno::INVAL.into());
         }
         let own = Own {
@@ -351,7 +353,7 @@ impl Theirs {
     /// # Errors
     /// `EINVAL` for anything but a segment that has its writer; the errno of what the kernel refuses.
     pub fn new(file: &OwnedFd) -> io::Result<Theirs> {
-        if !is_as_long(file) || !is_written(file) {
+        if !is_written(file) || !is_as_long(file) {
             return Err(Errno::INVAL.into());
         }
         Ok(Theirs(Mapping::new(file, libc::PROT_READ)?))

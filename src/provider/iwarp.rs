@@ -230,8 +230,13 @@ impl Iwarp {
         let mut iwarp = Iwarp::new(socket, options, Stage::AwaitReply)?;
         if iwarp.options.sharing != Sharing::Never {
             // Without sharing, the connection is like any other, and the peer is not asked.
-            let from = if iwarp.options.sharing == Sharing::Must { Trust::ANYBODY } else { Trust::own() };
-            iwarp.asked = Asked::new(&mut iwarp.options.private_data, from).ok();
+            let must = iwarp.options.sharing == Sharing::Must;
+            let from = if must { Trust::ANYBODY } else { Trust::own() };
+            iwarp.asked = match Asked::new(&mut iwarp.options.private_data, from) {
+                Ok(asked) => Some(asked),
+                Err(e) if must => return Err(local::cannot("asking for shared memory", e)),
+                Err(_) => None,
+            };
         }
         let o = &iwarp.options;
         let request = StartFrame::request(&o.offer(), o.revision, &o.private_data).encode();

@@ -107,10 +107,6 @@ impl Device for Local {
 /// What the system does not allow.
 #[cfg(feature = "tool")]
 fn possible() -> Result<(), Error> {
-    let cannot = |what: &str, e: io::Error| {
-        let e = Error::from(e);
-        Error::new(e.kind(), format!("{what}: {e}"))
-    };
     let (mut request, mut reply) = (Vec::new(), Vec::new());
     let asked = Asked::new(&mut request, Trust::ANYBODY)
         .map_err(|e| cannot("a Unix socket with an abstract name", e))?;
@@ -146,6 +142,12 @@ fn with(options: &Options, fd: RawFd) -> Result<iwarp::Options, Error> {
     Ok(iwarp::Options { sharing, spins: options.spins, ..iwarp::Options::of(options, fd) })
 }
 
+/// The error of a system that refuses something.
+pub fn cannot(what: &str, e: io::Error) -> Error {
+    let e = Error::from(e);
+    Error::new(e.kind(), format!("{what}: {e}"))
+}
+
 /// The error of a peer that does not share memory, where nothing else may be used.
 pub fn missing() -> Error {
     let text = "the peer shares no memory with us: it is on another host or in another network namespace, takes none but \
@@ -176,31 +178,28 @@ fn find<const N: usize>(private_data: &[u8]) -> Option<[u8; N]> {
 }
 
 /// A client's end, which waits for its server.
-pub struct Asked {
-    mailbox: Mailbox,
-    from: Trust,
-}
+pub struct Asked(Mailbox);
 
 /// Bytes of what it says: the name, the secret, and from whom it takes memory.
-const ASKED: usize = 2 * SECRET + size_of::<u32>();
+const ASKED: usize = 2 * SECRET + Trust::BYTES;
 
 impl Asked {
     /// Asks for memory. What is to be said in the MPA Request is appended to `private_data`.
     ///
     /// # Errors
-    /// The errno of what the system refuses; `EACCES` if it was in vain too often.
+    /// As [`Mailbox::new`].
     pub fn new(private_data: &mut Vec<u8>, from: Trust) -> io::Result<Asked> {
         let (public, secret) = (random()?, random()?);
-        let mailbox = Mailbox::new(&name(&public)?, &secret)?;
-        private_data.extend_from_slice(&[&MARK[..], &public, &secret, &from.0.to_be_bytes()].concat());
-        Ok(Asked { mailbox, from })
+        let mailbox = Mailbox::new(&name(&public)?, &secret, from)?;
+        private_data.extend_from_slice(&[&MARK[..], &public, &secret, &from.to_bytes()].concat());
+        Ok(Asked(mailbox))
     }
 
     /// The outcome, once the MPA Reply is here. `None`: the server does not share memory, or something failed.
     pub fn end(self, private_data: &[u8], spins: bool) -> Option<Rings> {
         // A server that says so in the Reply has passed it.
         find::<0>(private_data)?;
-        let [theirs, own] = self.mailbox.take(self.from).ok()?;
+        let [theirs, own] = self.0.take().ok()?;
         let theirs = Theirs::new(&theirs).ok()?;
         // Last, because this is the answer: nothing fails from here on.
         let own = Own::of(&own).ok()?;
@@ -232,13 +231,10 @@ impl Offered {
         let asked: [u8; ASKED] = find(private_data)?;
         let (public, rest) = asked.split_first_chunk::<SECRET>()?;
         let (secret, from) = rest.split_first_chunk::<SECRET>()?;
-        let from = Trust(u32::from_be_bytes(*from.first_chunk()?));
+        let from = Trust::of(from.first_chunk()?);
         // It would not be taken, and be in the client's way.
         if !from.includes_us() {
-            log_info!(
-                "no memory is offered to a client that user {} runs, and that takes none but root's or its own",
-                from.0
-            );
+            log_info!("no memory is offered to a client that takes it from {from} only");
             return None;
         }
         let to = name(public).ok()?;

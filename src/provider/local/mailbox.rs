@@ -3,31 +3,34 @@
 //! A descriptor can be of anything, also of what takes as long to close as somebody likes: a TCP connection that lingers, or a file
 //! of a file system that a user provides, which holds up each process that has a copy when it closes it or ends. So a server
 //! receives no descriptor: it makes the memory that its client writes, too. A client receives them from whom it trusts: root and
-//! its own user, who could harm it in other ways as well. Nobody else even gets something into its socket, because a filter of
+//! its own user, who can stop it in other ways as well. Nobody else even gets something into its socket, because a filter of
 //! the socket discards what does not have the secret, while it is still the sender's.
 //!
 //! That leaves a server that has the secret and is not trusted. What it has sent is never received, but would be closed with
-//! the socket. Such a socket stays open until the process ends, when the kernel waits for nothing; and once there are
-//! [`LEFT_MOST`] of them, nobody is asked for memory any more.
+//! the socket. Such a socket stays open until the process ends, when the kernel waits for nothing, or until the program closes
+//! it or executes another one; and once there are [`LEFT_MOST`] of them, nobody is asked for memory any more.
 //!
 //! # Invariants
-//! - No system call here waits for another process.
+//! - No system call here waits for another process that is not trusted.
 //! - What a child has of a socket that is its parent's changes nothing for the parent.
 #![forbid(unsafe_code)]
 
+use std::fmt;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
+use rustix::fs::stat;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, bind, recvmsg,
     sendmsg_addr, shutdown, socket_with, sockopt,
 };
-use rustix::process::{geteuid, getuid};
+use rustix::process::{Resource, getrlimit, getuid};
 
+use crate::process::{self, Identity};
 use crate::{fork, log_info, log_warn, socket};
 
 /// Bytes of a secret.
@@ -35,52 +38,99 @@ pub const SECRET: usize = 16;
 /// What a server shows that has read its client's Request.
 pub type Secret = [u8; SECRET];
 
-/// The most sockets that are left open.
+/// Once so many sockets are left open, nobody is asked for memory any more.
 const LEFT_MOST: usize = 16;
 
 /// How many are.
 static LEFT: AtomicUsize = AtomicUsize::new(0);
 
+/// How much the messages of this process that nobody has received hold in the kernel: about 80 of them. Their descriptors count
+/// against `RLIMIT_NOFILE` of its user.
+const UNRECEIVED_MOST: usize = 32 << 10;
+
+/// Descriptors that are left to the program.
+const SPARE: u64 = 64;
+
 /// What the kernel calls every user who has no number in our user namespace, unless /proc/sys/kernel/overflowuid says otherwise.
 const NO_NUMBER: u32 = 65534;
 
-/// From whom a client takes memory: root, and this user.
+/// The user namespace in which every user has a number: the kernel has given it this inode since it has namespaces in files.
+const INITIAL: u64 = 0xEFFF_FFFD;
+
+/// From whom a client takes memory: root, and this user, in this user namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Trust(pub u32);
+pub struct Trust {
+    user: u32,
+    /// Its inode; 0: not known.
+    namespace: u64,
+}
 
 impl Trust {
-    /// From whoever it may be. No user has this number.
-    pub const ANYBODY: Trust = Trust(u32::MAX);
+    /// Bytes of [`Trust::to_bytes`].
+    pub const BYTES: usize = 12;
 
-    /// This process's.
+    /// From whoever it may be. No user has this number.
+    pub const ANYBODY: Trust = Trust { user: u32::MAX, namespace: 0 };
+
+    /// This process's. One that has another user's rights too trusts only root: that other user may not be its equal.
     pub fn own() -> Trust {
-        Trust(geteuid().as_raw())
+        let user = process::only_user().unwrap_or(0);
+        Trust { user, namespace: user_namespace() }
     }
 
+    /// For a Request.
+    pub fn to_bytes(self) -> [u8; Trust::BYTES] {
+        let mut bytes = [0; Trust::BYTES];
+        bytes[..4].copy_from_slice(&self.user.to_be_bytes());
+        bytes[4..].copy_from_slice(&self.namespace.to_be_bytes());
+        bytes
+    }
+
+    /// What a Request says.
+    pub fn of(bytes: &[u8; Trust::BYTES]) -> Trust {
+        let number = |bytes: &[u8]| bytes.iter().fold(0, |number, byte| number << 8 | u64::from(*byte));
+        Trust { user: number(&bytes[..4]) as u32, namespace: number(&bytes[4..]) }
+    }
+
+    /// Whether it includes a user, by the number in this user namespace.
     fn includes(self, user: u32) -> bool {
-        self == Trust::ANYBODY || user != NO_NUMBER && (user == 0 || user == self.0)
+        let is_known = user != NO_NUMBER || self.namespace == INITIAL;
+        self == Trust::ANYBODY || user == 0 || user == self.user && is_known
     }
 
     /// Whether it includes this process.
     pub fn includes_us(self) -> bool {
-        self.includes(getuid().as_raw())
+        self == Trust::ANYBODY || self.namespace == user_namespace() && self.includes(getuid().as_raw())
     }
+}
+
+impl fmt::Display for Trust {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "root and user {} of user namespace {}", self.user, self.namespace)
+    }
+}
+
+/// The inode of ours; 0 without /proc.
+fn user_namespace() -> u64 {
+    stat("/proc/self/ns/user").map_or(0, |stat| stat.st_ino)
 }
 
 /// A client's socket.
 pub struct Mailbox {
     /// Always there, until it is dropped.
     socket: Option<OwnedFd>,
+    from: Trust,
     /// The process that it belongs to: a child that was forked has a copy.
     generation: u64,
 }
 
 impl Mailbox {
-    /// A socket with this name, to which only those can send who know `secret`.
+    /// A socket with this name, to which only those can send who know `secret`. What others send than `from` is not taken.
     ///
     /// # Errors
-    /// `EACCES` if there is too much left of others; the errno of what the system refuses.
-    pub fn new(at: &SocketAddrUnix, secret: &Secret) -> io::Result<Mailbox> {
+    /// `EACCES` if there is too much left of others; `EMFILE` if the program may soon need the descriptors; the errno of what
+    /// the system refuses.
+    pub fn new(at: &SocketAddrUnix, secret: &Secret, from: Trust) -> io::Result<Mailbox> {
         if LEFT.load(Relaxed) >= LEFT_MOST {
             return Err(Errno::ACCESS.into());
         }
@@ -89,7 +139,7 @@ impl Mailbox {
         socket::accept_only(socket.as_raw_fd(), secret)?;
         sockopt::set_socket_passcred(&socket, true)?;
         bind(&socket, at)?;
-        Ok(Mailbox { socket: Some(socket), generation: fork::generation() })
+        Ok(Mailbox { socket: Some(socket), from, generation: fork::generation() })
     }
 
     /// What the server has passed.
@@ -97,10 +147,10 @@ impl Mailbox {
     /// # Errors
     /// `EAGAIN` if nothing has come; `EACCES` if its sender is not trusted; `EPROTO` if it is not two descriptors, or there is no
     /// room for them; the errno of what the system refuses.
-    pub fn take(&self, from: Trust) -> io::Result<[OwnedFd; 2]> {
+    pub fn take(&self) -> io::Result<[OwnedFd; 2]> {
         let socket = self.socket.as_ref().ok_or(Errno::BADF)?;
         let user = socket::sender(socket.as_raw_fd())?;
-        if !from.includes(user) {
+        if !self.from.includes(user) {
             log_info!("memory of a server that user {user} runs is not taken");
             return Err(Errno::ACCESS.into());
         }
@@ -109,8 +159,9 @@ impl Mailbox {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        recvmsg(socket, &mut [], &mut control, flags)?;
+        let taken = recvmsg(socket, &mut [], &mut control, flags);
         sockopt::set_socket_passcred(socket, true)?;
+        taken?;
         let passed = control.drain().filter_map(|message| match message {
             RecvAncillaryMessage::ScmRights(files) => Some(files),
             _ => None,
@@ -118,27 +169,21 @@ impl Mailbox {
         let files: Vec<_> = passed.flatten().collect();
         files.try_into().map_err(|_| Errno::PROTO.into())
     }
-}
 
-impl Mailbox {
-    /// Whether the socket can be closed without waiting for anything. Nothing more comes, whatever the answer.
+    /// Whether the socket can be closed, and nobody who is not trusted can have us wait for that. Nothing more comes, whatever
+    /// the answer.
     fn is_harmless(&self, socket: &OwnedFd) -> bool {
         // In a child, it is the parent's too, and so is what is in it.
         let own = self.generation == fork::generation();
         if own && shutdown(socket, Shutdown::Read).is_err() {
             return false;
         }
+        let discard = || recvmsg(socket, &mut [], &mut RecvAncillaryBuffer::default(), RecvFlags::DONTWAIT);
         loop {
             match socket::sender(socket.as_raw_fd()) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return true,
                 // A server that has died since, perhaps.
-                Ok(user) if own && Trust::own().includes(user) => {
-                    if recvmsg(socket, &mut [], &mut RecvAncillaryBuffer::default(), RecvFlags::DONTWAIT)
-                        .is_err()
-                    {
-                        return false;
-                    }
-                }
+                Ok(user) if own && self.from.includes(user) && discard().is_ok() => {}
                 _ => return false,
             }
         }
@@ -160,25 +205,47 @@ impl Drop for Mailbox {
     }
 }
 
+/// The socket over which this process passes descriptors, and what it was when it was made: a program may close the descriptors
+/// that it does not know.
+static SENDER: fork::Lock<Option<(RawFd, Identity)>> = fork::Lock::new();
+
 /// Passes two descriptors to a client, and shows it its secret.
 ///
 /// # Errors
-/// The errno of what the system refuses: `ECONNREFUSED` if nobody has this name.
+/// The errno of what the system refuses: `ECONNREFUSED` if nobody has this name, `EAGAIN` if clients have not received too much
+/// of what was passed to them.
 pub fn pass(to: &SocketAddrUnix, secret: &Secret, files: [BorrowedFd<'_>; 2]) -> io::Result<()> {
-    // It has no name, so nobody can send to it.
-    let socket = unix()?;
+    let mut sender = SENDER.lock();
+    let known = sender.filter(|(fd, is)| process::identify(*fd) == Some(*is));
+    let (fd, is) = match known {
+        Some(known) => known,
+        None => {
+            // One for all, so that what nobody receives is bounded. It has no name, so nobody can send to it.
+            let socket = unix()?;
+            sockopt::set_socket_send_buffer_size(&socket, UNRECEIVED_MOST)?;
+            let is = process::identify(socket.as_raw_fd()).ok_or(Errno::BADF)?;
+            (socket.into_raw_fd(), is)
+        }
+    };
+    *sender = Some((fd, is));
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !control.push(SendAncillaryMessage::ScmRights(&files)) {
         return Err(Errno::NOBUFS.into());
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    sendmsg_addr(&socket, to, &[IoSlice::new(secret)], &mut control, flags)?;
+    sendmsg_addr(process::borrow(fd)?, to, &[IoSlice::new(secret)], &mut control, flags)?;
     Ok(())
 }
 
 /// A socket without a name.
 fn unix() -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    Ok(socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?)
+    let socket = socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
+    // The lowest number that was free.
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    if socket.as_raw_fd() as u64 >= limit - SPARE.min(limit / 2) {
+        return Err(Errno::MFILE.into());
+    }
+    Ok(socket)
 }

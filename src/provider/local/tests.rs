@@ -494,7 +494,7 @@ fn asked() -> (OwnedFd, Vec<u8>) {
     let public = random().unwrap();
     let socket = unix();
     bind(&socket, &name(&public).unwrap()).unwrap();
-    (socket, [&MARK[..], &public, &[1; SECRET], &[0xFF; 4]].concat())
+    (socket, [&MARK[..], &public, &[1; SECRET], &Trust::ANYBODY.to_bytes()].concat())
 }
 
 /// What a server has passed.
@@ -553,7 +553,7 @@ fn who_does_not_know_the_secret_leaves_nothing_with_a_client() {
         show(&to, &secret[1..], &[]);
         show(&to, &[&secret[..], &[0]].concat(), &[]);
         show(&to, &[], &[]);
-        assert_eq!(asked.mailbox.take(Trust::own()).err().map(|e| e.kind()), Some(io::ErrorKind::WouldBlock));
+        assert_eq!(asked.0.take().err().map(|e| e.kind()), Some(io::ErrorKind::WouldBlock));
         let mut reply = Vec::new();
         let mut offered = Offered::new(&request, &mut reply).unwrap();
         let rings = asked.end(&reply, false).unwrap();
@@ -573,13 +573,50 @@ fn who_does_not_know_the_secret_leaves_nothing_with_a_client() {
 
 #[test]
 fn a_server_offers_nothing_to_who_would_not_take_it() {
-    for (trust, offers) in
-        [(Trust::own(), true), (Trust::ANYBODY, true), (Trust(4321), process::is_privileged())]
-    {
+    let own = Trust::own();
+    let mut elsewhere = own.to_bytes();
+    elsewhere[Trust::BYTES - 1] ^= 1;
+    let mut another = own.to_bytes();
+    another[..4].copy_from_slice(&4321u32.to_be_bytes());
+    for (trust, offers) in [
+        (own, true),
+        (Trust::ANYBODY, true),
+        // Root is trusted, but only of the same user namespace.
+        (Trust::of(&another), process::is_privileged()),
+        (Trust::of(&elsewhere), false),
+    ] {
         let mut request = Vec::new();
         let _asked = Asked::new(&mut request, trust).unwrap();
-        assert_eq!(Offered::new(&request, &mut Vec::new()).is_some(), offers, "{trust:?}");
+        assert_eq!(Offered::new(&request, &mut Vec::new()).is_some(), offers, "{trust}");
     }
+}
+
+#[test]
+fn what_nobody_receives_is_bounded_and_passing_goes_on_when_it_was() {
+    elsewhere(|| {
+        let mut waiting = Vec::new();
+        let refused = |waiting: &mut Vec<(OwnedFd, Vec<u8>)>| {
+            waiting.push(asked());
+            Offered::new(&waiting.last().unwrap().1, &mut Vec::new()).is_none()
+        };
+        while !refused(&mut waiting) {
+            assert!(waiting.len() < 200);
+        }
+        assert!(waiting.len() > 50 && refused(&mut waiting));
+        passed(&waiting[0].0);
+        drop(waiting.drain(1..3));
+        assert!(!refused(&mut waiting) && !refused(&mut waiting));
+        drop(waiting);
+        // A program that closes what it does not know, and opens something else.
+        for file in 3..60 {
+            socket::close(file);
+        }
+        let taken: Vec<_> = (0..60).map(|_| std::fs::File::open("/dev/null").unwrap()).collect();
+        let (socket, request) = asked();
+        assert!(Offered::new(&request, &mut Vec::new()).is_some());
+        assert_eq!(passed(&socket).len(), 2);
+        std::mem::forget(taken);
+    });
 }
 
 #[test]

@@ -15,7 +15,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::fstat;
-use rustix::io::Errno;
+use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::net::{AddressFamily, sockopt};
 use rustix::process::{Resource, geteuid, getrlimit};
 use rustix::thread::{CapabilitySet, capabilities};
@@ -79,6 +79,23 @@ pub struct Identity {
 pub fn identify(fd: RawFd) -> Option<Identity> {
     let stat = fstat(borrow(fd).ok()?).ok()?;
     Some(Identity { device: stat.st_dev, inode: stat.st_ino })
+}
+
+/// Numbers below this one are left to the program, if its limit allows that.
+const LOW: RawFd = 200;
+
+/// Gives a descriptor that stays open a number at which the program will not miss one: programs use low ones, for select(2) and
+/// as what they have just closed.
+///
+/// # Errors
+/// The errno, if it has the number of a standard descriptor, which a program that has closed its own would write to, and no other
+/// is free.
+pub fn out_of_the_way(file: OwnedFd) -> io::Result<OwnedFd> {
+    match fcntl_dupfd_cloexec(&file, LOW) {
+        Ok(high) => Ok(high),
+        Err(_) if file.as_raw_fd() < 3 => Ok(fcntl_dupfd_cloexec(&file, 3)?),
+        Err(_) => Ok(file),
+    }
 }
 
 /// Makes the number `fd` stand for what `by` refers to, in one step: a thread that is about to write to `fd` writes to

@@ -187,7 +187,8 @@ impl Asked {
     /// Asks for memory. What is to be said in the MPA Request is appended to `private_data`.
     ///
     /// # Errors
-    /// As [`Mailbox::new`].
+    /// The errno of what the system refuses; `EACCES` if it was in vain too often; `EMFILE` if the program may soon need the
+    /// descriptors.
     pub fn new(private_data: &mut Vec<u8>, from: Trust) -> io::Result<Asked> {
         let (public, secret) = (random()?, random()?);
         let mailbox = Mailbox::new(&name(&public)?, &secret, from)?;

@@ -9,7 +9,7 @@
 #![allow(unsafe_code)]
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64};
@@ -17,7 +17,7 @@ use std::time::SystemTime;
 
 use rustix::fs::{MemfdFlags, Mode, SealFlags};
 use rustix::fs::{fchmod, fcntl_add_seals, fstat, ftruncate, memfd_create};
-use rustix::io::{Errno, fcntl_dupfd_cloexec};
+use rustix::io::Errno;
 
 use super::layout::{
     self, COUNTER_ROOM, HEAD_WORDS, HISTOGRAM_WORDS, HISTOGRAMS, Head, MAGIC, NAME, SIZE, SLOT_WORDS, SLOTS,
@@ -25,9 +25,6 @@ use super::layout::{
 };
 use super::{COUNT, TABLE, Table};
 use crate::process;
-
-/// The lowest number for its descriptor, where the limit allows it: programs expect the low ones for their own files.
-const LOW: RawFd = 200;
 
 /// The page, all of it atomic words: whoever else writes to it changes numbers and nothing more.
 #[repr(C)]
@@ -183,12 +180,7 @@ fn make() -> io::Result<(NonNull<Page>, OwnedFd)> {
         Err(Errno::INVAL) => memfd_create(NAME, flags)?,
         file => file?,
     };
-    let file = match fcntl_dupfd_cloexec(&file, LOW) {
-        Ok(high) => high,
-        // A program that has closed its standard descriptors would write to it.
-        Err(_) if file.as_raw_fd() < 3 => fcntl_dupfd_cloexec(&file, 3)?,
-        Err(_) => file,
-    };
+    let file = process::out_of_the_way(file)?;
     // To the kernel it is a file: one that is too long for RLIMIT_FSIZE would end the program.
     process::quietly(|| ftruncate(&file, SIZE as u64).map_err(Errno::raw_os_error))
         .map_err(io::Error::from_raw_os_error)?;

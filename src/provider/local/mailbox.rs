@@ -221,7 +221,7 @@ pub fn pass(to: &SocketAddrUnix, secret: &Secret, files: [BorrowedFd<'_>; 2]) ->
         Some(known) => known,
         None => {
             // One for all, so that what nobody receives is bounded. It has no name, so nobody can send to it.
-            let socket = unix()?;
+            let socket = process::out_of_the_way(unix()?)?;
             sockopt::set_socket_send_buffer_size(&socket, UNRECEIVED_MOST)?;
             let is = process::identify(socket.as_raw_fd()).ok_or(Errno::BADF)?;
             (socket.into_raw_fd(), is)

@@ -608,10 +608,10 @@ fn what_nobody_receives_is_bounded_and_passing_goes_on_when_it_was() {
         assert!(!refused(&mut waiting) && !refused(&mut waiting));
         drop(waiting);
         // A program that closes what it does not know, and opens something else.
-        for file in 3..60 {
+        for file in 3..300 {
             socket::close(file);
         }
-        let taken: Vec<_> = (0..60).map(|_| std::fs::File::open("/dev/null").unwrap()).collect();
+        let taken: Vec<_> = (0..300).map(|_| std::fs::File::open("/dev/null").unwrap()).collect();
         let (socket, request) = asked();
         assert!(Offered::new(&request, &mut Vec::new()).is_some());
         assert_eq!(passed(&socket).len(), 2);

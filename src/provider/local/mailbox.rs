@@ -44,9 +44,9 @@ const LEFT_MOST: usize = 16;
 /// How many are.
 static LEFT: AtomicUsize = AtomicUsize::new(0);
 
-/// How much the messages of this process that nobody has received hold in the kernel: about 80 of them. Their descriptors count
-/// against `RLIMIT_NOFILE` of its user.
-const UNRECEIVED_MOST: usize = 32 << 10;
+/// How much the messages of this process that nobody has received hold in the kernel: some 270 of them, as when as many clients
+/// connect at once. Their descriptors count against `RLIMIT_NOFILE` of its user, which is often 1,024.
+const UNRECEIVED_MOST: usize = 104 << 10;
 
 /// Descriptors that are left to the program.
 const SPARE: u64 = 64;

@@ -4,7 +4,8 @@
 # Each pair of a server and its client runs in a private network with a stock rpcbind. First both are stock: that
 # output is the reference. Then the client is moved and the server is not (it must fall back to tcp); then the server
 # is moved, and a moved and a stock client call it at the same time on the same port. All outputs must be equal, the
-# log must say what was spoken (both are on one host: shared memory, unless the server's user is not trusted), and rpcinfo must show the server under netid rdma.
+# log must say what was spoken (both are on one host: shared memory, unless the server runs as a user of its own), and
+# rpcinfo must show the server under netid rdma.
 # Servers that have both udp and tcp on one port are moved from udp, too: stock clients of tcp must not notice, and the port
 # also speaks RDMA.
 #

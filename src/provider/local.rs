@@ -19,8 +19,8 @@
 //! for one connection.
 //!
 //! A client takes memory from root and from its own user, unless nothing but memory may be used, and its Request says so.
-//! `mailbox` says why, and what somebody may do with the Unix socket; `memory::shared` what the other end may do with the memory, and `rings` what it may do
-//! with the numbers in it.
+//! `mailbox` says why, and what somebody may do with the Unix socket; `memory::shared` what the other end may do with the
+//! memory, and `rings` what it may do with the numbers in it.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -238,12 +238,18 @@ impl Offered {
             log_info!("no memory is offered to a client that takes it from {from} only");
             return None;
         }
-        let to = name(public).ok()?;
-        let (own, file) = Own::new().ok()?;
-        let theirs = shared::blank().ok()?;
-        mailbox::pass(&to, secret, [file.as_fd(), theirs.as_fd()]).ok()?;
-        reply.extend_from_slice(MARK);
-        Some(Offered { own: Some(own), theirs })
+        let mut offer = || {
+            let (own, file) = Own::new()?;
+            let theirs = shared::blank()?;
+            if from != Trust::ANYBODY {
+                mailbox::leaves_some(&theirs)?;
+            }
+            mailbox::pass(&name(public)?, secret, [file.as_fd(), theirs.as_fd()])?;
+            reply.extend_from_slice(MARK);
+            Ok(Offered { own: Some(own), theirs })
+        };
+        let refused = |e: &io::Error| log_info!("no memory is passed to a client: {e}");
+        offer().inspect_err(refused).ok()
     }
 
     /// What the client has answered, once it has said something.

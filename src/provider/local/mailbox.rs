@@ -28,7 +28,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, bind, recvmsg,
     sendmsg_addr, shutdown, socket_with, sockopt,
 };
-use rustix::process::{Resource, getrlimit, getuid};
+use rustix::process::{Resource, geteuid, getrlimit, getuid};
 
 use crate::process::{self, Identity};
 use crate::{fork, log_info, log_warn, socket};
@@ -44,9 +44,14 @@ const LEFT_MOST: usize = 16;
 /// How many are.
 static LEFT: AtomicUsize = AtomicUsize::new(0);
 
-/// How much the messages of this process that nobody has received hold in the kernel: some 270 of them, as when as many clients
-/// connect at once. Their descriptors count against `RLIMIT_NOFILE` of its user, which is often 1,024.
-const UNRECEIVED_MOST: usize = 104 << 10;
+/// The most messages of this process that nobody has received, as when as many clients connect at once: to the kernel, which
+/// may have a limit of its own (wmem_max), each has [`MESSAGE`] bytes.
+const UNRECEIVED_MOST: usize = 540;
+const MESSAGE: usize = 768;
+
+/// Their descriptors count against `RLIMIT_NOFILE` of the process's user, and all its other processes': messages of a process
+/// of another user than root may have one in so many of them.
+const SHARE: u64 = 16;
 
 /// Descriptors that are left to the program.
 const SPARE: u64 = 64;
@@ -135,6 +140,9 @@ impl Mailbox {
             return Err(Errno::ACCESS.into());
         }
         let socket = unix()?;
+        if from != Trust::ANYBODY {
+            leaves_some(&socket)?;
+        }
         // Before it has a name, nobody can send to it.
         socket::accept_only(socket.as_raw_fd(), secret)?;
         sockopt::set_socket_passcred(&socket, true)?;
@@ -205,9 +213,9 @@ impl Drop for Mailbox {
     }
 }
 
-/// The socket over which this process passes descriptors, and what it was when it was made: a program may close the descriptors
-/// that it does not know.
-static SENDER: fork::Lock<Option<(RawFd, Identity)>> = fork::Lock::new();
+/// The socket over which this process passes descriptors, and what it was when it was made, by which process: a program may
+/// close the descriptors that it does not know.
+static SENDER: fork::Lock<Option<(RawFd, Identity, u64)>> = fork::Lock::new();
 
 /// Passes two descriptors to a client, and shows it its secret.
 ///
@@ -216,18 +224,22 @@ static SENDER: fork::Lock<Option<(RawFd, Identity)>> = fork::Lock::new();
 /// of what was passed to them.
 pub fn pass(to: &SocketAddrUnix, secret: &Secret, files: [BorrowedFd<'_>; 2]) -> io::Result<()> {
     let mut sender = SENDER.lock();
-    let known = sender.filter(|(fd, is)| process::identify(*fd) == Some(*is));
-    let (fd, is) = match known {
-        Some(known) => known,
-        None => {
+    let open = sender.filter(|(fd, is, _)| process::identify(*fd) == Some(*is));
+    let fd = match open {
+        Some((fd, _, generation)) if generation == fork::generation() => fd,
+        _ => {
             // One for all, so that what nobody receives is bounded. It has no name, so nobody can send to it.
             let socket = process::out_of_the_way(unix()?)?;
-            sockopt::set_socket_send_buffer_size(&socket, UNRECEIVED_MOST)?;
+            let share = usize::try_from(descriptors() / SHARE / 2).unwrap_or(usize::MAX);
+            let most = if geteuid().is_root() { UNRECEIVED_MOST } else { share.clamp(1, UNRECEIVED_MOST) };
+            // The kernel doubles it.
+            sockopt::set_socket_send_buffer_size(&socket, most * MESSAGE / 2)?;
             let is = process::identify(socket.as_raw_fd()).ok_or(Errno::BADF)?;
-            (socket.into_raw_fd(), is)
+            // The parent's, which it may shut down or fill.
+            open.into_iter().for_each(|(fd, ..)| socket::close(fd));
+            sender.insert((socket.into_raw_fd(), is, fork::generation())).0
         }
     };
-    *sender = Some((fd, is));
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !control.push(SendAncillaryMessage::ScmRights(&files)) {
@@ -238,14 +250,23 @@ pub fn pass(to: &SocketAddrUnix, secret: &Secret, files: [BorrowedFd<'_>; 2]) ->
     Ok(())
 }
 
+/// Whether the program has descriptors left, when this one has got the lowest number that was free.
+///
+/// # Errors
+/// `EMFILE` if there are few.
+pub fn leaves_some(file: &OwnedFd) -> io::Result<()> {
+    let limit = descriptors();
+    let few = file.as_raw_fd() as u64 >= limit - SPARE.min(limit / 2);
+    if few { Err(Errno::MFILE.into()) } else { Ok(()) }
+}
+
+/// How many this process may have.
+fn descriptors() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
 /// A socket without a name.
 fn unix() -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
-    // The lowest number that was free.
-    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-    if socket.as_raw_fd() as u64 >= limit - SPARE.min(limit / 2) {
-        return Err(Errno::MFILE.into());
-    }
-    Ok(socket)
+    Ok(socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?)
 }

@@ -478,6 +478,8 @@ fn said(private_data: &[u8]) -> (SocketAddrUnix, Secret) {
 /// Does something in a process of its own, which may be left without descriptors, or with some for ever.
 fn elsewhere(work: impl FnOnce()) {
     let child = fork::testing::fork(|| {
+        // It comes to have a socket of its own, which stays.
+        drop(Offered::new(&asked().1, &mut Vec::new()));
         work();
         true
     });
@@ -600,9 +602,9 @@ fn what_nobody_receives_is_bounded_and_passing_goes_on_when_it_was() {
             Offered::new(&waiting.last().unwrap().1, &mut Vec::new()).is_none()
         };
         while !refused(&mut waiting) {
-            assert!(waiting.len() < 500);
+            assert!(waiting.len() < 700);
         }
-        assert!(waiting.len() > 50 && refused(&mut waiting));
+        assert!(waiting.len() > 4 && refused(&mut waiting));
         passed(&waiting[0].0);
         drop(waiting.drain(1..3));
         assert!(!refused(&mut waiting) && !refused(&mut waiting));

@@ -579,7 +579,7 @@ fn a_server_offers_nothing_to_who_would_not_take_it() {
     let mut elsewhere = own.to_bytes();
     elsewhere[Trust::BYTES - 1] ^= 1;
     let mut another = own.to_bytes();
-    another[..4].copy_from_slice(&4321u32.to_be_bytes());
+    another[3] ^= 1;
     for (trust, offers) in [
         (own, true),
         (Trust::ANYBODY, true),

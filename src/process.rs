@@ -14,7 +14,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::fstat;
+use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::net::{AddressFamily, sockopt};
 use rustix::process::{Resource, geteuid, getrlimit};
@@ -79,6 +79,23 @@ pub struct Identity {
 pub fn identify(fd: RawFd) -> Option<Identity> {
     let stat = fstat(borrow(fd).ok()?).ok()?;
     Some(Identity { device: stat.st_dev, inode: stat.st_ino })
+}
+
+/// A file in memory of this length, which can be sealed.
+///
+/// # Errors
+/// The errno of what the kernel refuses: `EMFILE`, `ENOMEM`, `ENOSYS`, `EFBIG`.
+pub fn file_in_memory(name: &str, bytes: usize) -> io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Some systems want to be told that nothing in it is executed; older ones do not know that flag.
+    let file = match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(Errno::INVAL) => memfd_create(name, flags)?,
+        file => file?,
+    };
+    // To the kernel it is a file: one that is too long for RLIMIT_FSIZE would end the program.
+    quietly(|| ftruncate(&file, bytes as u64).map_err(Errno::raw_os_error))
+        .map_err(io::Error::from_raw_os_error)?;
+    Ok(file)
 }
 
 /// Numbers below this one are left to the program, if its limit allows that.
@@ -281,6 +298,22 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::*;
+
+    #[test]
+    fn a_process_with_the_rights_of_two_users_has_no_only_one() {
+        assert_eq!(only_user(), Some(geteuid().as_raw()));
+        if !geteuid().is_root() {
+            // Only root can have another one's.
+            return;
+        }
+        let child = crate::fork::testing::fork(|| {
+            // SAFETY: three numbers; in a process of its own.
+            let lowered = unsafe { libc::setresuid(0, 1500, 0) } == 0 && only_user().is_none();
+            // SAFETY: as above.
+            lowered && unsafe { libc::setresuid(1500, 1500, 1500) } == 0 && only_user() == Some(1500)
+        });
+        assert!(child.succeeded());
+    }
 
     fn pipe() -> (OwnedFd, OwnedFd) {
         let mut fds = [-1; 2];

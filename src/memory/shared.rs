@@ -32,8 +32,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
 use std::time::Duration;
 
-use rustix::fs::{MemfdFlags, Mode, SealFlags};
-use rustix::fs::{fchmod, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+use rustix::fs::{Mode, SealFlags, fchmod, fcntl_add_seals, fcntl_get_seals, fstat};
 use rustix::io::Errno;
 
 use super::{Buf, IoVec, IoVecMut, Region};
@@ -185,17 +184,9 @@ pub struct Own {
 /// A segment of zeros, which nobody writes yet.
 ///
 /// # Errors
-/// The errno of what the kernel refuses: `EMFILE`, `ENOMEM`, `ENOSYS`, `EFBIG`.
+/// As [`process::file_in_memory`].
 pub fn blank() -> io::Result<OwnedFd> {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Some systems want to be told that nothing in it is executed; older ones do not know that flag.
-    let file = match memfd_create("rpcrdma", flags | MemfdFlags::NOEXEC_SEAL) {
-        Err(Errno::INVAL) => memfd_create("rpcrdma", flags)?,
-        file => file?,
-    };
-    // To the kernel it is a file: one that is too long for RLIMIT_FSIZE would end the program.
-    process::quietly(|| ftruncate(&file, SIZE as u64).map_err(Errno::raw_os_error))
-        .map_err(io::Error::from_raw_os_error)?;
+    let file = process::file_in_memory("rpcrdma", SIZE)?;
     // Another user who has its descriptor can give it no attributes, either.
     fchmod(&file, Mode::empty())?;
     fcntl_add_seals(&file, FIXED)?;

@@ -15,9 +15,7 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64};
 use std::time::SystemTime;
 
-use rustix::fs::{MemfdFlags, Mode, SealFlags};
-use rustix::fs::{fchmod, fcntl_add_seals, fstat, ftruncate, memfd_create};
-use rustix::io::Errno;
+use rustix::fs::{Mode, SealFlags, fchmod, fcntl_add_seals, fstat};
 
 use super::layout::{
     self, COUNTER_ROOM, HEAD_WORDS, HISTOGRAM_WORDS, HISTOGRAMS, Head, MAGIC, NAME, SIZE, SLOT_WORDS, SLOTS,
@@ -174,16 +172,7 @@ pub fn begin() {
 }
 
 fn make() -> io::Result<(NonNull<Page>, OwnedFd)> {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Some systems want to be told that nothing in it is executed; older ones do not know that flag.
-    let file = match memfd_create(NAME, flags | MemfdFlags::NOEXEC_SEAL) {
-        Err(Errno::INVAL) => memfd_create(NAME, flags)?,
-        file => file?,
-    };
-    let file = process::out_of_the_way(file)?;
-    // To the kernel it is a file: one that is too long for RLIMIT_FSIZE would end the program.
-    process::quietly(|| ftruncate(&file, SIZE as u64).map_err(Errno::raw_os_error))
-        .map_err(io::Error::from_raw_os_error)?;
+    let file = process::out_of_the_way(process::file_in_memory(NAME, SIZE)?)?;
     let page = map(Some(file.as_fd()), null_mut())?;
     // Readable by whoever may look into this process.
     fchmod(&file, Mode::RUSR)?;
@@ -241,6 +230,9 @@ pub fn forked() {
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::ftruncate;
+    use rustix::io::Errno;
+
     use super::*;
     use crate::stats::layout::Slot;
     use crate::stats::{Connection, Counter, Facts, Names, Procedure, Recent, add, snapshot};

@@ -730,6 +730,31 @@ fn who_has_no_descriptors_left_goes_on_without_memory_and_loses_none() {
 }
 
 #[test]
+fn a_program_that_has_few_descriptors_left_keeps_them() {
+    elsewhere(|| {
+        let maximum = getrlimit(Resource::Nofile).maximum;
+        setrlimit(Resource::Nofile, rustix::process::Rlimit { current: Some(256), maximum }).unwrap();
+        let mut taken = Vec::new();
+        while taken.last().is_none_or(|file: &OwnedFd| file.as_raw_fd() < 256 - 64) {
+            taken.push(std::fs::File::open("/dev/null").unwrap().into());
+        }
+        for (from, shares) in [(Trust::own(), false), (Trust::ANYBODY, true)] {
+            let mut request = Vec::new();
+            let asked = Asked::new(&mut request, from);
+            assert_eq!(
+                asked.as_ref().err().and_then(io::Error::raw_os_error),
+                (!shares).then_some(libc::EMFILE)
+            );
+            let (_socket, mut request) = self::asked();
+            request.truncate(MARK.len() + 2 * SECRET);
+            request.extend_from_slice(&from.to_bytes());
+            let mut reply = Vec::new();
+            assert_eq!((Offered::new(&request, &mut reply).is_some(), !reply.is_empty()), (shares, shares));
+        }
+    });
+}
+
+#[test]
 fn who_goes_on_without_memory_and_not_with_software_iwarp_is_refused() {
     let sockets = sockets();
     let mut server = Iwarp::responder(sockets.1.as_raw_fd(), sharing(Sharing::May)).unwrap();

@@ -241,9 +241,7 @@ impl Offered {
         let mut offer = || {
             let (own, file) = Own::new()?;
             let theirs = shared::blank()?;
-            if from != Trust::ANYBODY {
-                mailbox::leaves_some(&theirs)?;
-            }
+            mailbox::leaves_some(&theirs)?;
             mailbox::pass(&name(public)?, secret, [file.as_fd(), theirs.as_fd()])?;
             reply.extend_from_slice(MARK);
             Ok(Offered { own: Some(own), theirs })

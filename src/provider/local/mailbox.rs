@@ -28,7 +28,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, bind, recvmsg,
     sendmsg_addr, shutdown, socket_with, sockopt,
 };
-use rustix::process::{Resource, geteuid, getrlimit, getuid};
+use rustix::process::{Resource, getrlimit, getuid};
 
 use crate::process::{self, Identity};
 use crate::{fork, log_info, log_warn, socket};
@@ -44,14 +44,14 @@ const LEFT_MOST: usize = 16;
 /// How many are.
 static LEFT: AtomicUsize = AtomicUsize::new(0);
 
-/// The most messages of this process that nobody has received, as when as many clients connect at once: to the kernel, which
-/// may have a limit of its own (wmem_max), each has [`MESSAGE`] bytes.
-const UNRECEIVED_MOST: usize = 540;
+/// The most messages of root's process that nobody has received, as when as many clients connect at once: to the kernel, which may
+/// have a limit of its own (wmem_max), each has [`MESSAGE`] bytes. The descriptors of all of a user's processes count together
+/// against `RLIMIT_NOFILE` of whichever passes one, which is 1,024 as a rule; few have the capability to pass more.
+const UNRECEIVED_MOST: usize = 256;
 const MESSAGE: usize = 768;
 
-/// Their descriptors count against `RLIMIT_NOFILE` of the process's user, and all its other processes': messages of a process
-/// of another user than root may have one in so many of them.
-const SHARE: u64 = 16;
+/// The same of any other user's.
+const UNRECEIVED_FEW: usize = 64;
 
 /// Descriptors that are left to the program.
 const SPARE: u64 = 64;
@@ -217,6 +217,12 @@ impl Drop for Mailbox {
 /// close the descriptors that it does not know.
 static SENDER: fork::Lock<Option<(RawFd, Identity, u64)>> = fork::Lock::new();
 
+/// Its number.
+#[cfg(test)]
+pub fn sender() -> Option<RawFd> {
+    SENDER.lock().map(|(fd, ..)| fd)
+}
+
 /// Passes two descriptors to a client, and shows it its secret.
 ///
 /// # Errors
@@ -230,8 +236,8 @@ pub fn pass(to: &SocketAddrUnix, secret: &Secret, files: [BorrowedFd<'_>; 2]) ->
         _ => {
             // One for all, so that what nobody receives is bounded. It has no name, so nobody can send to it.
             let socket = process::out_of_the_way(unix()?)?;
-            let share = usize::try_from(descriptors() / SHARE / 2).unwrap_or(usize::MAX);
-            let most = if geteuid().is_root() { UNRECEIVED_MOST } else { share.clamp(1, UNRECEIVED_MOST) };
+            let is_root = getuid().is_root() && user_namespace() == INITIAL;
+            let most = if is_root { UNRECEIVED_MOST } else { UNRECEIVED_FEW };
             // The kernel doubles it.
             sockopt::set_socket_send_buffer_size(&socket, most * MESSAGE / 2)?;
             let is = process::identify(socket.as_raw_fd()).ok_or(Errno::BADF)?;
@@ -246,7 +252,13 @@ pub fn pass(to: &SocketAddrUnix, secret: &Secret, files: [BorrowedFd<'_>; 2]) ->
         return Err(Errno::NOBUFS.into());
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    sendmsg_addr(process::borrow(fd)?, to, &[IoSlice::new(secret)], &mut control, flags)?;
+    let sent = sendmsg_addr(process::borrow(fd)?, to, &[IoSlice::new(secret)], &mut control, flags);
+    if sent == Err(Errno::PIPE) {
+        // Somebody who has a copy of it has shut it down: the next one is passed over another.
+        *sender = None;
+        socket::close(fd);
+    }
+    sent?;
     Ok(())
 }
 
@@ -255,14 +267,9 @@ pub fn pass(to: &SocketAddrUnix, secret: &Secret, files: [BorrowedFd<'_>; 2]) ->
 /// # Errors
 /// `EMFILE` if there are few.
 pub fn leaves_some(file: &OwnedFd) -> io::Result<()> {
-    let limit = descriptors();
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let few = file.as_raw_fd() as u64 >= limit - SPARE.min(limit / 2);
     if few { Err(Errno::MFILE.into()) } else { Ok(()) }
-}
-
-/// How many this process may have.
-fn descriptors() -> u64 {
-    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
 /// A socket without a name.

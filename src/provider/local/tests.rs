@@ -607,12 +607,22 @@ fn what_nobody_receives_is_bounded_and_passing_goes_on_when_it_was() {
             assert!(tries < 700);
             Offered::new(&waiting.last().unwrap().1, &mut Vec::new()).is_none()
         };
-        while !refused(&mut waiting) {}
-        assert!(refused(&mut waiting) && waiting.len() > 3);
+        let mut passes = 0;
+        while !refused(&mut waiting) {
+            passes += 1;
+        }
+        let is_root = rustix::process::getuid().is_root();
+        assert!(refused(&mut waiting) && if is_root { passes > 60 } else { passes < 80 }, "{passes}");
         passed(&waiting[0].0);
         drop(waiting.drain(1..3));
         assert!(!refused(&mut waiting) && !refused(&mut waiting));
         drop(waiting);
+        // Somebody shuts it down.
+        let (socket, request) = asked();
+        socket::shutdown(mailbox::sender().unwrap());
+        let offers = || Offered::new(&request, &mut Vec::new()).is_some();
+        assert!(!offers() && offers());
+        drop(socket);
         // A program that closes what it does not know, and opens something else.
         for file in 3..300 {
             socket::close(file);
@@ -749,7 +759,10 @@ fn a_program_that_has_few_descriptors_left_keeps_them() {
             request.truncate(MARK.len() + 2 * SECRET);
             request.extend_from_slice(&from.to_bytes());
             let mut reply = Vec::new();
-            assert_eq!((Offered::new(&request, &mut reply).is_some(), !reply.is_empty()), (shares, shares));
+            assert!(
+                Offered::new(&request, &mut reply).is_none() && reply.is_empty(),
+                "whatever a client says"
+            );
         }
     });
 }

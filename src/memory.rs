@@ -48,6 +48,7 @@
 
 pub mod areas;
 mod message;
+pub mod pins;
 mod pool;
 pub mod registered;
 pub mod shared;

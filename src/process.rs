@@ -11,7 +11,7 @@
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
@@ -112,6 +112,37 @@ pub fn out_of_the_way(file: OwnedFd) -> io::Result<OwnedFd> {
         Ok(high) => Ok(high),
         Err(_) if file.as_raw_fd() < 3 => Ok(fcntl_dupfd_cloexec(&file, 3)?),
         Err(_) => Ok(file),
+    }
+}
+
+/// A descriptor of ours that stays open: the program, which does not know it, may close it, and its number may then be of something
+/// else. It is out of the program's way, and closed when this is dropped.
+pub struct Kept {
+    fd: RawFd,
+    is: Identity,
+}
+
+impl Kept {
+    /// # Errors
+    /// As [`out_of_the_way`].
+    pub fn new(file: OwnedFd) -> io::Result<Kept> {
+        let file = out_of_the_way(file)?;
+        let is = identify(file.as_raw_fd()).ok_or(Errno::BADF)?;
+        Ok(Kept { fd: file.into_raw_fd(), is })
+    }
+
+    /// The descriptor, if it is still there.
+    pub fn get(&self) -> Option<BorrowedFd<'static>> {
+        (identify(self.fd) == Some(self.is)).then(|| borrow(self.fd).ok()).flatten()
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if self.get().is_some() {
+            // SAFETY: no memory is passed, and the descriptor is ours.
+            unsafe { libc::close(self.fd) };
+        }
     }
 }
 
@@ -235,6 +266,13 @@ pub fn memlock_limit() -> Option<usize> {
     getrlimit(Resource::Memlock).current.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX))
 }
 
+/// Whether the kernel lets the process pass descriptors over sockets though its user's processes have passed too many that nobody
+/// has received. It asks for a capability in the initial user namespace; whether ours is that one, the caller knows.
+pub fn may_pass_many() -> bool {
+    let enough = CapabilitySet::SYS_RESOURCE | CapabilitySet::SYS_ADMIN;
+    capabilities(None).is_ok_and(|sets| sets.effective.intersects(enough))
+}
+
 /// As [`memlock_limit`], but also `None` for a process that has the right to lock more.
 pub fn lockable() -> Option<usize> {
     let may = capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::IPC_LOCK));
@@ -308,7 +346,11 @@ mod tests {
         }
         let child = crate::fork::testing::fork(|| {
             // SAFETY: three numbers; in a process of its own.
-            let lowered = unsafe { libc::setresuid(0, 1500, 0) } == 0 && only_user().is_none();
+            if unsafe { libc::setresuid(0, 1500, 0) } != 0 {
+                // Root of a user namespace that has no other users.
+                return std::io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL);
+            }
+            let lowered = only_user().is_none();
             // SAFETY: as above.
             lowered && unsafe { libc::setresuid(1500, 1500, 1500) } == 0 && only_user() == Some(1500)
         });

@@ -17,7 +17,8 @@
 //! `Region` of it: words are loaded as atomics, each once, and bytes are copied into memory of our own before anybody looks at
 //! them. It cannot shrink under our hands (`F_SEAL_SHRINK`), which would be a SIGBUS. Nor can holes be made in it from when it is
 //! mapped here: the kernel would go through all mappings of the file, of which a peer can make as many as it likes, and have
-//! us wait for that when we map it or give it back.
+//! us wait for that when we map it or give it back. Nor can huge pages be made of it, which would be the same: see
+//! [`super::pins`].
 //!
 //! The server that has made a client's segment may have mapped it for writing before, so that what lies in the client's outbox may
 //! change too. That is why a client takes a segment only from those who could write to its memory in other ways, root and its
@@ -35,6 +36,7 @@ use std::time::Duration;
 use rustix::fs::{Mode, SealFlags, fchmod, fcntl_add_seals, fcntl_get_seals, fstat};
 use rustix::io::Errno;
 
+use super::pins::Pins;
 use super::{Buf, IoVec, IoVecMut, Region};
 use crate::wire::{Handle, Segment};
 use crate::{fork, process, sync, wait};
@@ -100,7 +102,11 @@ pub enum Word {
 }
 
 /// A mapping of [`SIZE`] bytes.
-struct Mapping(NonNull<u8>);
+struct Mapping {
+    base: NonNull<u8>,
+    /// See [`Own::pinned`].
+    pins: Option<Pins>,
+}
 
 // SAFETY: the bytes are accessed through atomics and by copies between distinct memory only.
 unsafe impl Send for Mapping {}
@@ -125,12 +131,12 @@ impl Mapping {
         // From here on Drop unmaps.
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
         COUNT.fetch_add(1, Relaxed);
-        Ok(Mapping(base))
+        Ok(Mapping { base, pins: None })
     }
 
     fn word(&self, word: Word) -> &AtomicU64 {
         sync::meet();
-        let place = self.0.as_ptr().cast::<AtomicU64>().wrapping_add(word as usize);
+        let place = self.base.as_ptr().cast::<AtomicU64>().wrapping_add(word as usize);
         // SAFETY: inside the mapping, which lives as long as `self` and is aligned to a page; accessed as atomics only.
         unsafe { &*place }
     }
@@ -138,14 +144,14 @@ impl Mapping {
     /// Half of a word, which futex(2) can wait for.
     fn half(&self, word: Word) -> &AtomicU32 {
         sync::meet();
-        let place = self.0.as_ptr().cast::<AtomicU32>().wrapping_add(2 * word as usize);
+        let place = self.base.as_ptr().cast::<AtomicU32>().wrapping_add(2 * word as usize);
         // SAFETY: as in `word`; accessed as this half only.
         unsafe { &*place }
     }
 
     fn outbox(&self) -> NonNull<u8> {
         // SAFETY: inside the mapping, which has SIZE bytes.
-        unsafe { self.0.add(HEAD + RING) }
+        unsafe { self.base.add(HEAD + RING) }
     }
 
     /// The address of the byte with this number in a ring of this length, [`NARROW`] or [`RING`], and how many bytes there are
@@ -153,14 +159,14 @@ impl Mapping {
     fn ring(&self, number: u64, wide: bool) -> (*mut u8, usize) {
         let width = width(wide);
         let at = number as usize & (width - 1);
-        (self.0.as_ptr().wrapping_add(HEAD + at), width - at)
+        (self.base.as_ptr().wrapping_add(HEAD + at), width - at)
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: our own mapping, of which nobody holds a reference.
-        unsafe { libc::munmap(self.0.as_ptr().cast(), SIZE) };
+        unsafe { libc::munmap(self.base.as_ptr().cast(), SIZE) };
         COUNT.fetch_sub(1, Relaxed);
     }
 }
@@ -230,6 +236,12 @@ impl Own {
         };
         fcntl_add_seals(file, WRITTEN)?;
         Ok(own)
+    }
+
+    /// The same segment, whose pages these keep where they are for as long as it is mapped.
+    pub fn pinned(mut self, pins: Pins) -> Own {
+        self.mapping.pins = Some(pins);
+        self
     }
 
     /// One of its words. A child that was forked from us has them too.
@@ -350,6 +362,12 @@ impl Theirs {
         Ok(Theirs(Mapping::new(file, libc::PROT_READ)?))
     }
 
+    /// As [`Own::pinned`].
+    pub fn pinned(mut self, pins: Pins) -> Theirs {
+        self.0.pins = Some(pins);
+        self
+    }
+
     /// What a word says now. What was written before it is visible too.
     pub fn get(&self, word: Word) -> u64 {
         self.0.word(word).load(Acquire)
@@ -447,5 +465,42 @@ impl Drop for Shown {
         if self.own.is_in_use() {
             self.own.word(Word::Taken).store(self.handle.into(), Release);
         }
+    }
+}
+
+/// What a hostile peer may try.
+#[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// Has the kernel make huge pages of each part of a segment, through a mapping of one's own; returns how many it has made.
+    /// Older kernels know no way.
+    pub(crate) fn collapse(file: &OwnedFd) -> usize {
+        const HUGE: usize = 2 << 20;
+        const COLLAPSE: libc::c_int = 25;
+        let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let shared = libc::MAP_SHARED | libc::MAP_FIXED;
+        // SAFETY: a mapping at an address of the kernel's choice.
+        let room =
+            unsafe { libc::mmap(std::ptr::null_mut(), SIZE + 2 * HUGE, libc::PROT_NONE, anonymous, -1, 0) };
+        assert_ne!(room, libc::MAP_FAILED);
+        let base = room.wrapping_byte_add(room.cast::<u8>().align_offset(HUGE));
+        // SAFETY: replaces a part of the mapping from above, to which nobody has a reference.
+        let base = unsafe { libc::mmap(base, SIZE, libc::PROT_READ, shared, file.as_raw_fd(), 0) };
+        assert_ne!(base, libc::MAP_FAILED);
+        let made = (0..SIZE).step_by(HUGE).filter(|at| {
+            let part = base.wrapping_byte_add(*at);
+            // A page may be locked, or on its way between two of the kernel's lists, for a moment.
+            (0..20).any(|_| {
+                // SAFETY: read as a whole, so that it has pages.
+                unsafe { part.cast::<u8>().read_volatile() };
+                // SAFETY: changes nothing that the memory holds; what is beyond the segment has no access.
+                unsafe { libc::madvise(part, HUGE, COLLAPSE) == 0 }
+            })
+        });
+        let made = made.count();
+        // SAFETY: the mapping from above.
+        unsafe { libc::munmap(room, SIZE + 2 * HUGE) };
+        made
     }
 }

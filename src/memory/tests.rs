@@ -6,6 +6,56 @@ use std::thread;
 use super::*;
 
 #[test]
+fn no_huge_pages_are_made_of_segments_as_long_as_they_are_pinned() {
+    use crate::fork::testing::fork;
+    use shared::{SIZE, blank, testing::collapse};
+    use std::fs::read_dir;
+    // In a process of its own, whose descriptors nobody else counts.
+    let child = fork(|| {
+        let descriptors = || read_dir("/proc/self/fd").unwrap().count();
+        let before = descriptors();
+        let files = || [blank().unwrap(), blank().unwrap()];
+        // More than go into a pipe.
+        let all: Vec<_> = (0..60)
+            .map(|_| {
+                let files = files();
+                let pins = pins::hold(&files, SIZE).unwrap();
+                (files, pins)
+            })
+            .collect();
+        assert!(all.iter().flat_map(|(files, _)| files).all(|file| collapse(file) == 0));
+        let [one, other] = [0, 59].map(|at| all[at].0.each_ref().map(|file| file.try_clone().unwrap()));
+        let some = [0, 1].map(|at| all[at].1.clone());
+        // One for six, and the end of the latest one.
+        assert_eq!(descriptors() - before, 120 + 4 + 10 + 1);
+        drop(all);
+        // The first pipe is still there, the last one is not.
+        assert!(one.iter().all(|file| collapse(file) == 0));
+        let made = other.iter().map(collapse).sum::<usize>();
+        if made == 0 {
+            eprintln!("this kernel makes no huge pages of files in memory: nothing was shown");
+        }
+        drop((some, one, other));
+        assert_eq!(descriptors() - before, 1);
+        // A program that closes what it does not know, and opens something else.
+        let kept = pins::hold(&files(), SIZE).unwrap();
+        for file in 3..400 {
+            crate::socket::close(file);
+        }
+        let taken: Vec<_> = (0..400).map(|_| std::fs::File::open("/dev/null").unwrap()).collect();
+        let again = files();
+        let pins = pins::hold(&again, SIZE).unwrap();
+        drop(kept);
+        assert!(
+            taken.iter().all(|file| file.metadata().is_ok()) && again.iter().all(|file| collapse(file) == 0)
+        );
+        drop(pins);
+        true
+    });
+    assert!(child.succeeded());
+}
+
+#[test]
 fn a_forked_child_counts_what_it_holds_itself() {
     use crate::fork::testing::fork;
     let memory = Memory::new(PAGE, PAGE, 4 << 20).of_peer(None);

@@ -29,6 +29,7 @@ use rustc_hash::FxHashMap;
 use crate::config::Crc;
 use crate::error::{Error, Kind};
 use crate::fork;
+use crate::log_info;
 use crate::memory::shared::Shown;
 use crate::memory::{Areas, Buf, Memory, Region, Regions, Sink};
 use crate::process;
@@ -235,7 +236,10 @@ impl Iwarp {
             iwarp.asked = match Asked::new(&mut iwarp.options.private_data, from) {
                 Ok(asked) => Some(asked),
                 Err(e) if must => return Err(local::cannot("asking for shared memory", e)),
-                Err(_) => None,
+                Err(e) => {
+                    log_info!("the server is not asked for memory: {e}");
+                    None
+                }
             };
         }
         let o = &iwarp.options;

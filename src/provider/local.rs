@@ -35,6 +35,7 @@ use super::iwarp::{self, Iwarp};
 use super::{Device, Options, QueuePair, Traits, Way};
 use crate::error::{Error, Kind};
 use crate::memory::Areas;
+use crate::memory::pins::{self, Pins};
 use crate::memory::shared::{self, Own, Theirs};
 use crate::{log_info, process, socket};
 
@@ -113,7 +114,7 @@ fn possible() -> Result<(), Error> {
     Own::new().map_err(|e| cannot("a sealed memfd", e))?;
     let lost =
         || Error::new(Kind::Os(libc::EPERM), "a memfd cannot be passed over a Unix socket, or not be mapped");
-    let mut offered = Offered::new(&request, &mut reply).ok_or_else(lost)?;
+    let mut offered = Offered::new(&request, &mut reply, true).ok_or_else(lost)?;
     let _theirs = asked.end(&reply, false).ok_or_else(lost)?;
     match offered.answer(false) {
         Answer::Accepted(_) => Ok(()),
@@ -151,7 +152,9 @@ pub fn cannot(what: &str, e: io::Error) -> Error {
 /// The error of a peer that does not share memory, where nothing else may be used.
 pub fn missing() -> Error {
     let text = "the peer shares no memory with us: it is on another host or in another network namespace, takes none but \
-                root's or its own user's, or does not know how to, and RPCRDMA_PROVIDER=local takes nothing else";
+                root's or its own user's, does not know how to, or one end has too few descriptors left or more clients at \
+                a time than it may pass memory to (RPCRDMA_LOG=info at both ends says which), and \
+                RPCRDMA_PROVIDER=local takes nothing else";
     Error::new(Kind::Peer, text)
 }
 
@@ -200,11 +203,14 @@ impl Asked {
     pub fn end(self, private_data: &[u8], spins: bool) -> Option<Rings> {
         // A server that says so in the Reply has passed it.
         find::<0>(private_data)?;
-        let [theirs, own] = self.0.take().ok()?;
-        let theirs = Theirs::new(&theirs).ok()?;
-        // Last, because this is the answer: nothing fails from here on.
-        let own = Own::of(&own).ok()?;
-        Some(Rings::new(own, theirs, spins))
+        let take = || {
+            let [theirs, own] = self.0.take()?;
+            let theirs = Theirs::new(&theirs)?;
+            // Last, because this is the answer: nothing fails from here on.
+            Ok(Rings::new(Own::of(&own)?, theirs, spins))
+        };
+        let failed = |e: &io::Error| log_info!("the memory that a server has passed is not used: {e}");
+        take().inspect_err(failed).ok()
     }
 }
 
@@ -213,6 +219,7 @@ pub struct Offered {
     own: Option<Own>,
     /// What the client is to write.
     theirs: OwnedFd,
+    pins: Pins,
 }
 
 /// What a client has answered.
@@ -227,8 +234,9 @@ pub enum Answer {
 
 impl Offered {
     /// Passes memory to a client that has asked for it. What is to be said in the MPA Reply is appended to `reply`. `None`: the
-    /// client has not asked, or is elsewhere, or something failed.
-    pub fn new(private_data: &[u8], reply: &mut Vec<u8>) -> Option<Offered> {
+    /// client has not asked, or is elsewhere, or something failed. `must`: nothing but memory may be used, so the program spares
+    /// no descriptors for anything else.
+    pub fn new(private_data: &[u8], reply: &mut Vec<u8>, must: bool) -> Option<Offered> {
         let asked: [u8; ASKED] = find(private_data)?;
         let (public, rest) = asked.split_first_chunk::<SECRET>()?;
         let (secret, from) = rest.split_first_chunk::<SECRET>()?;
@@ -239,12 +247,17 @@ impl Offered {
             return None;
         }
         let mut offer = || {
-            let (own, file) = Own::new()?;
-            let theirs = shared::blank()?;
-            mailbox::leaves_some(&theirs)?;
+            let file = shared::blank()?;
+            if !must {
+                mailbox::leaves_some(&file)?;
+            }
+            let files = [file, shared::blank()?];
+            let pins = pins::hold(&files, shared::SIZE)?;
+            let [file, theirs] = files;
+            let own = Some(Own::of(&file)?.pinned(pins.clone()));
             mailbox::pass(&name(public)?, secret, [file.as_fd(), theirs.as_fd()])?;
             reply.extend_from_slice(MARK);
-            Ok(Offered { own: Some(own), theirs })
+            Ok(Offered { own, theirs, pins })
         };
         let refused = |e: &io::Error| log_info!("no memory is passed to a client: {e}");
         offer().inspect_err(refused).ok()
@@ -253,11 +266,18 @@ impl Offered {
     /// What the client has answered, once it has said something.
     pub fn answer(&mut self, spins: bool) -> Answer {
         if !shared::is_written(&self.theirs) {
+            log_info!("a client has not taken the memory that was passed to it");
             return Answer::Declined;
         }
         match (Theirs::new(&self.theirs), self.own.take()) {
-            (Ok(theirs), Some(own)) => Answer::Accepted(Rings::new(own, theirs, spins)),
-            _ => Answer::Useless,
+            (Ok(theirs), Some(own)) => {
+                Answer::Accepted(Rings::new(own, theirs.pinned(self.pins.clone()), spins))
+            }
+            (mapped, _) => {
+                let reason = mapped.err().map(|e| e.to_string()).unwrap_or_default();
+                log_info!("the memory that a client shares is not used: {reason}");
+                Answer::Useless
+            }
         }
     }
 }

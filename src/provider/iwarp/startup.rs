@@ -157,7 +157,9 @@ impl Iwarp {
             return Err(Error::new(Kind::Protocol, "MPA: bytes after the Request, before the Reply"));
         }
         if self.options.sharing != Sharing::Never && !frame.markers {
-            self.offered = Offered::new(&frame.private_data, &mut self.options.private_data).map(Box::new);
+            let must = self.options.sharing == Sharing::Must;
+            let offered = Offered::new(&frame.private_data, &mut self.options.private_data, must);
+            self.offered = offered.map(Box::new);
         }
         let (reply, terms) = frame.answer(&offer, &self.options.private_data);
         let then = if reply.reject {

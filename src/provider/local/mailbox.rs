@@ -18,7 +18,9 @@
 use std::fmt;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
+#[cfg(test)]
+use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use rustix::fs::stat;
@@ -30,7 +32,7 @@ use rustix::net::{
 };
 use rustix::process::{Resource, getrlimit, getuid};
 
-use crate::process::{self, Identity};
+use crate::process::{self, Kept};
 use crate::{fork, log_info, log_warn, socket};
 
 /// Bytes of a secret.
@@ -44,13 +46,13 @@ const LEFT_MOST: usize = 16;
 /// How many are.
 static LEFT: AtomicUsize = AtomicUsize::new(0);
 
-/// The most messages of root's process that nobody has received, as when as many clients connect at once: to the kernel, which may
-/// have a limit of its own (wmem_max), each has [`MESSAGE`] bytes. The descriptors of all of a user's processes count together
-/// against `RLIMIT_NOFILE` of whichever passes one, which is 1,024 as a rule; few have the capability to pass more.
+/// The most messages that nobody has received, as when as many clients connect at once, of a process whose capabilities allow
+/// more: to the kernel, which may have a limit of its own (wmem_max), each has [`MESSAGE`] bytes.
 const UNRECEIVED_MOST: usize = 256;
 const MESSAGE: usize = 768;
 
-/// The same of any other user's.
+/// The same of any other process. The descriptors of all of a user's processes count together against `RLIMIT_NOFILE` of whichever
+/// passes one, which is 1,024 as a rule.
 const UNRECEIVED_FEW: usize = 64;
 
 /// Descriptors that are left to the program.
@@ -77,9 +79,10 @@ impl Trust {
     /// From whoever it may be. No user has this number.
     pub const ANYBODY: Trust = Trust { user: u32::MAX, namespace: 0 };
 
-    /// This process's. One that has another user's rights too trusts only root: that other user may not be its equal.
+    /// This process's. One that has another user's rights too, another group's, or more than its caller has, trusts only root:
+    /// that user or caller may not be its equal.
     pub fn own() -> Trust {
-        let user = process::only_user().unwrap_or(0);
+        let user = process::only_user().filter(|_| !process::is_secure()).unwrap_or(0);
         Trust { user, namespace: user_namespace() }
     }
 
@@ -213,53 +216,64 @@ impl Drop for Mailbox {
     }
 }
 
-/// The socket over which this process passes descriptors, and what it was when it was made, by which process: a program may
-/// close the descriptors that it does not know.
-static SENDER: fork::Lock<Option<(RawFd, Identity, u64)>> = fork::Lock::new();
+/// The socket over which this process passes descriptors. Children that were forked from it go on with it, so that what all of
+/// them pass is bounded.
+static SENDER: fork::Lock<Option<Kept>> = fork::Lock::new();
 
-/// Its number.
+/// It, if there is one.
 #[cfg(test)]
 pub fn sender() -> Option<RawFd> {
-    SENDER.lock().map(|(fd, ..)| fd)
+    SENDER.lock().as_ref().and_then(Kept::get).map(|fd| fd.as_raw_fd())
 }
 
 /// Passes two descriptors to a client, and shows it its secret.
 ///
 /// # Errors
-/// The errno of what the system refuses: `ECONNREFUSED` if nobody has this name, `EAGAIN` if clients have not received too much
-/// of what was passed to them.
+/// The errno of what the system refuses: `ECONNREFUSED` if nobody has this name, `EPIPE` if its owner receives no more, `EAGAIN`
+/// if clients have not received too much of what was passed to them.
 pub fn pass(to: &SocketAddrUnix, secret: &Secret, files: [BorrowedFd<'_>; 2]) -> io::Result<()> {
     let mut sender = SENDER.lock();
-    let open = sender.filter(|(fd, is, _)| process::identify(*fd) == Some(*is));
-    let fd = match open {
-        Some((fd, _, generation)) if generation == fork::generation() => fd,
-        _ => {
-            // One for all, so that what nobody receives is bounded. It has no name, so nobody can send to it.
-            let socket = process::out_of_the_way(unix()?)?;
-            let is_root = getuid().is_root() && user_namespace() == INITIAL;
-            let most = if is_root { UNRECEIVED_MOST } else { UNRECEIVED_FEW };
-            // The kernel doubles it.
-            sockopt::set_socket_send_buffer_size(&socket, most * MESSAGE / 2)?;
-            let is = process::identify(socket.as_raw_fd()).ok_or(Errno::BADF)?;
-            // The parent's, which it may shut down or fill.
-            open.into_iter().for_each(|(fd, ..)| socket::close(fd));
-            sender.insert((socket.into_raw_fd(), is, fork::generation())).0
+    if let Some(fd) = sender.as_ref().and_then(Kept::get) {
+        let sent = send(fd, to, secret, &files);
+        if sent != Err(Errno::PIPE) || !is_shut(fd)? {
+            return Ok(sent?);
         }
-    };
+        // A child or parent of ours, which has a copy of it, has shut it down.
+    }
+    let new = sender.insert(new_sender()?).get().ok_or(Errno::BADF)?;
+    Ok(send(new, to, secret, &files)?)
+}
+
+fn send(
+    over: BorrowedFd<'_>,
+    to: &SocketAddrUnix,
+    bytes: &[u8],
+    files: &[BorrowedFd<'_>],
+) -> rustix::io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    if !control.push(SendAncillaryMessage::ScmRights(&files)) {
-        return Err(Errno::NOBUFS.into());
+    if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
+        return Err(Errno::NOBUFS);
     }
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    let sent = sendmsg_addr(process::borrow(fd)?, to, &[IoSlice::new(secret)], &mut control, flags);
-    if sent == Err(Errno::PIPE) {
-        // Somebody who has a copy of it has shut it down: the next one is passed over another.
-        *sender = None;
-        socket::close(fd);
-    }
-    sent?;
-    Ok(())
+    sendmsg_addr(over, to, &[IoSlice::new(bytes)], &mut control, flags).map(drop)
+}
+
+/// Whether nothing can be sent over this socket any more, to anybody. A client that has shut down its own socket does not make
+/// it so: it would get a new one made for itself, and another one, each with as much on the way as the first.
+fn is_shut(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    let nobody = super::name(&super::random()?)?;
+    Ok(send(fd, &nobody, &[], &[]) == Err(Errno::PIPE))
+}
+
+/// A socket to pass descriptors over. It has no name, so nobody can send to it.
+fn new_sender() -> io::Result<Kept> {
+    let socket = Kept::new(unix()?)?;
+    let many = process::may_pass_many() && user_namespace() == INITIAL;
+    let most = if many { UNRECEIVED_MOST } else { UNRECEIVED_FEW };
+    // The kernel doubles it.
+    sockopt::set_socket_send_buffer_size(socket.get().ok_or(Errno::BADF)?, most * MESSAGE / 2)?;
+    Ok(socket)
 }
 
 /// Whether the program has descriptors left, when this one has got the lowest number that was free.
@@ -268,7 +282,10 @@ pub fn pass(to: &SocketAddrUnix, secret: &Secret, files: [BorrowedFd<'_>; 2]) ->
 /// `EMFILE` if there are few.
 pub fn leaves_some(file: &OwnedFd) -> io::Result<()> {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-    let few = file.as_raw_fd() as u64 >= limit - SPARE.min(limit / 2);
+    // Where lower ones have been closed, its number says little. How many there are is the size of this directory, since Linux
+    // 6.2.
+    let count = stat("/proc/self/fd").map_or(0, |stat| stat.st_size as u64);
+    let few = count.max(file.as_raw_fd() as u64) >= limit - SPARE.min(limit / 2);
     if few { Err(Errno::MFILE.into()) } else { Ok(()) }
 }
 

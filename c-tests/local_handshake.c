@@ -23,7 +23,7 @@
 
 /* What a client says: its name, its secret, and from whom it takes memory. */
 enum { SECRET = 16, ASKED = 2 * SECRET + 12, FRAME = 20, MOST = 1024 };
-static const char mark[] = "RPCRloc\x07";
+static const char mark[] = "RPCRloc\x08";
 
 static int memory(size_t bytes, int seals)
 {
@@ -424,6 +424,15 @@ static void close_offer(const struct offer *offer)
 /* Makes the server look whether its client has become the writer of its segment. */
 static bool have_it_look(int tcp) { return send(tcp, "", 1, MSG_NOSIGNAL) == 1; }
 
+/* The same, of one that has; returns what the server says of it: 1, it shares this memory; 0, it does not. -1: nothing. */
+static int answer(int tcp)
+{
+    struct pollfd said = {.fd = tcp, .events = POLLIN};
+    unsigned char byte;
+    bool came = have_it_look(tcp) && poll(&said, 1, (int)(1000 + patience())) == 1 && recv(tcp, &byte, 1, 0) == 1;
+    return came ? byte : -1;
+}
+
 /* Whether the server ends this connection in time. */
 static bool is_closed(int tcp, double milliseconds)
 {
@@ -553,12 +562,18 @@ void segment(void)
           "nor can the client change the length of its own");
     _Atomic uint64_t *words = real_mmap(NULL, SEGMENT, PROT_READ | PROT_WRITE, MAP_SHARED, offer.own, 0);
     REQUIRE(words != MAP_FAILED && fcntl(offer.own, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) == 0);
+    check(answer(offer.tcp) == 1, "the server takes it");
     check(!is_changed(offer.own), "nor, once it is its writer, anything in it but through its mapping");
     /* Announces bytes that are no message. */
     atomic_store(&words[PRODUCED], 4096);
     REQUIRE(have_it_look(offer.tcp));
     check(is_closed(offer.tcp, 1000 + patience()), "the server ends this connection when nonsense comes");
     munmap(words, SEGMENT);
+    close_offer(&offer);
+    offer = get_offer(&server);
+    REQUIRE(fallocate(offer.own, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, SEGMENT) == 0);
+    REQUIRE(fcntl(offer.own, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) == 0);
+    check(answer(offer.tcp) == 0, "it takes none in which its client has made a hole before");
     close_offer(&offer);
     check(sees_answers(50), "the server serves others");
     holds_again(server.pid, "the server", before);

@@ -14,7 +14,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create, stat};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::net::{AddressFamily, sockopt};
 use rustix::process::{Resource, geteuid, getrlimit};
@@ -266,11 +266,20 @@ pub fn memlock_limit() -> Option<usize> {
     getrlimit(Resource::Memlock).current.map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX))
 }
 
-/// Whether the kernel lets the process pass descriptors over sockets though its user's processes have passed too many that nobody
-/// has received. It asks for a capability in the initial user namespace; whether ours is that one, the caller knows.
-pub fn may_pass_many() -> bool {
+/// The user namespace in which every user has a number: the kernel has given it this inode since it has namespaces in files.
+pub const INITIAL: u64 = 0xEFFF_FFFD;
+
+/// The inode of ours; 0 without /proc.
+pub fn user_namespace() -> u64 {
+    stat("/proc/self/ns/user").map_or(0, |stat| stat.st_ino)
+}
+
+/// Whether the kernel lets the process have more of what it counts for each user: descriptors on their way over sockets, and
+/// buffers of pipes.
+pub fn may_exceed_limits() -> bool {
     let enough = CapabilitySet::SYS_RESOURCE | CapabilitySet::SYS_ADMIN;
-    capabilities(None).is_ok_and(|sets| sets.effective.intersects(enough))
+    let has = || capabilities(None).is_ok_and(|sets| sets.effective.intersects(enough));
+    user_namespace() == INITIAL && has()
 }
 
 /// As [`memlock_limit`], but also `None` for a process that has the right to lock more.

@@ -378,7 +378,12 @@ pub fn for_change(word: &AtomicU32, from: u32, time: Duration) {
 
 /// Wakes all who sleep in [`for_change`] on this word, which has changed.
 pub fn tell_change(word: &AtomicU32) {
-    let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
+    tell_some(word, i32::MAX as u32);
+}
+
+/// Wakes so many of them.
+pub fn tell_some(word: &AtomicU32, most: u32) {
+    let _ = futex::wake(word, futex::Flags::empty(), most);
 }
 
 /// Something that happens once, and for which a thread can sleep with its signals let through.

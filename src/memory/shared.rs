@@ -18,7 +18,7 @@
 //! them. It cannot shrink under our hands (`F_SEAL_SHRINK`), which would be a SIGBUS. Nor can holes be made in it from when it is
 //! mapped here: the kernel would go through all mappings of the file, of which a peer can make as many as it likes, and have
 //! us wait for that when we map it or give it back. Nor can huge pages be made of it, which would be the same: see
-//! [`super::pins`].
+//! [`super::pins`]. The pages that are pinned are the file's, because it was not changed before ([`mark`]).
 //!
 //! The server that has made a client's segment may have mapped it for writing before, so that what lies in the client's outbox may
 //! change too. That is why a client takes a segment only from those who could write to its memory in other ways, root and its
@@ -33,7 +33,9 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
 use std::time::Duration;
 
-use rustix::fs::{Mode, SealFlags, fchmod, fcntl_add_seals, fcntl_get_seals, fstat};
+use rustix::fs::{
+    Mode, SealFlags, Timespec, Timestamps, fchmod, fcntl_add_seals, fcntl_get_seals, fstat, futimens,
+};
 use rustix::io::Errno;
 
 use super::pins::Pins;
@@ -72,6 +74,9 @@ const FIXED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 /// Nor, once it has its writer, write it except through a mapping that exists, or make a hole in it.
 const WRITTEN: SealFlags = FIXED.union(SealFlags::FUTURE_WRITE).union(SealFlags::SEAL);
+
+/// How many a bell wakes: more than threads of a peer and of its children sleep at once.
+const RUNG_MOST: u32 = 8;
 
 /// A word of a segment. Those that are written on different occasions lie in different cache lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,6 +204,24 @@ pub fn blank() -> io::Result<OwnedFd> {
     Ok(file)
 }
 
+/// When a segment was last changed, as [`mark`] says, in seconds since 1970.
+const MARKED: i64 = 1;
+
+/// Marks a segment that is passed to its writer, whose user is not the owner of the file: each hole that is made in it, and each byte
+/// that is written to it, removes the mark.
+///
+/// # Errors
+/// The errno of what the kernel refuses.
+pub fn mark(file: &OwnedFd) -> io::Result<()> {
+    let time = Timespec { tv_sec: MARKED, tv_nsec: 0 };
+    Ok(futimens(file, &Timestamps { last_access: time, last_modification: time })?)
+}
+
+/// Whether a segment still has its mark.
+pub fn is_marked(file: &OwnedFd) -> bool {
+    fstat(file).is_ok_and(|stat| (stat.st_mtime, stat.st_mtime_nsec) == (MARKED, 0))
+}
+
 /// Whether a segment of ours has a writer: from then on there is no other one.
 pub fn is_written(file: &OwnedFd) -> bool {
     fcntl_get_seals(file).is_ok_and(|seals| seals.contains(WRITTEN))
@@ -253,7 +276,9 @@ impl Own {
     pub fn ring(&self) {
         let rung = self.mapping.half(Word::Rung);
         rung.fetch_add(1, Release);
-        wait::tell_change(rung);
+        // Only the peer sleeps there, usually one thread, and never for long. It could have a million sleep there, whom the kernel
+        // would wake in one go.
+        wait::tell_some(rung, RUNG_MOST);
     }
 
     /// Puts `len` bytes into the ring: those that `from` names, from its byte `at` on. `number`: that of the first byte, counted

@@ -56,6 +56,45 @@ fn no_huge_pages_are_made_of_segments_as_long_as_they_are_pinned() {
 }
 
 #[test]
+fn pins_leave_half_of_the_buffers_of_pipes_to_other_programs_of_the_user() {
+    use crate::fork::testing::fork;
+    use shared::{SIZE, blank};
+    let child = fork(|| {
+        // Root may have more.
+        // SAFETY: three numbers; in a process of its own.
+        unsafe { libc::setresuid(4325, 4325, 4325) };
+        if crate::process::may_exceed_limits() {
+            return true;
+        }
+        let hold = || pins::hold(&[blank().unwrap(), blank().unwrap()], SIZE);
+        let mut one = hold().unwrap();
+        let mut all = Vec::new();
+        loop {
+            match hold() {
+                Ok(pins) => all.push(pins),
+                Err(e) => {
+                    assert_eq!(e.raw_os_error(), Some(libc::EAGAIN));
+                    break;
+                }
+            }
+            assert!(all.len() < 128 * 6);
+        }
+        let most = all.len();
+        let whole = rustix::pipe::pipe().map(|(_, write)| rustix::pipe::fcntl_getpipe_size(write).unwrap());
+        assert!(most > 500 && whole.unwrap() >= 64 << 10, "{most}");
+        // One that stays, and others that come and go, hold no more than a pipe.
+        drop(all);
+        for _ in 0..2 * most {
+            drop(std::mem::replace(&mut one, hold().unwrap()));
+        }
+        let again: Vec<_> = std::iter::from_fn(|| hold().ok()).collect();
+        assert!(again.len() >= most - 6, "{} after {most}", again.len());
+        true
+    });
+    assert!(child.succeeded());
+}
+
+#[test]
 fn a_forked_child_counts_what_it_holds_itself() {
     use crate::fork::testing::fork;
     let memory = Memory::new(PAGE, PAGE, 4 << 20).of_peer(None);

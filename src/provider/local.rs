@@ -7,8 +7,9 @@
 //! Peers that do not know them ignore them. A server that does makes two segments of memory, one for each end to write, sends
 //! both with the secret to that name, which exists only in this network namespace of this host, and says so in the MPA Reply.
 //! The client maps them, seals its own so that it has no other writer, and sends a byte over TCP; the server, which has kept a
-//! descriptor of that segment, sees the seal, maps it, and answers with [`SHARED`], or with another byte if it cannot. If any of
-//! this fails, the connection goes on as software iWARP at once: nobody waits for any step longer than for the MPA startup.
+//! descriptor of that segment, sees the seal, maps it, and answers with [`SHARED`], or with another byte if it cannot. Only then
+//! the client writes to it: until then nothing has changed there, least of all by a hole, which would take away the pages that the
+//! server has pinned. If any of this fails, the connection goes on as software iWARP at once: nobody waits for any step longer than for the MPA startup.
 //!
 //! # Why that is safe
 //! Whoever has shown the secret has read the TCP connection, and whoever has sealed the segment has got it and can write to it.
@@ -115,7 +116,7 @@ fn possible() -> Result<(), Error> {
     let lost =
         || Error::new(Kind::Os(libc::EPERM), "a memfd cannot be passed over a Unix socket, or not be mapped");
     let mut offered = Offered::new(&request, &mut reply, true).ok_or_else(lost)?;
-    let _theirs = asked.end(&reply, false).ok_or_else(lost)?;
+    let _sealed = asked.end(&reply).ok_or_else(lost)?;
     match offered.answer(false) {
         Answer::Accepted(_) => Ok(()),
         Answer::Declined | Answer::Useless => Err(lost()),
@@ -159,7 +160,7 @@ pub fn missing() -> Error {
 }
 
 /// Begins what private data says about shared memory. The last byte is the version.
-const MARK: &[u8; 8] = b"RPCRloc\x07";
+const MARK: &[u8; 8] = b"RPCRloc\x08";
 
 /// The answer of a server that has its client's segment.
 pub const SHARED: u8 = 1;
@@ -200,17 +201,30 @@ impl Asked {
     }
 
     /// The outcome, once the MPA Reply is here. `None`: the server does not share memory, or something failed.
-    pub fn end(self, private_data: &[u8], spins: bool) -> Option<Rings> {
+    pub fn end(self, private_data: &[u8]) -> Option<Sealed> {
         // A server that says so in the Reply has passed it.
         find::<0>(private_data)?;
         let take = || {
             let [theirs, own] = self.0.take()?;
             let theirs = Theirs::new(&theirs)?;
             // Last, because this is the answer: nothing fails from here on.
-            Ok(Rings::new(Own::of(&own)?, theirs, spins))
+            Ok(Sealed { own: Own::of(&own)?, theirs })
         };
         let failed = |e: &io::Error| log_info!("the memory that a server has passed is not used: {e}");
         take().inspect_err(failed).ok()
+    }
+}
+
+/// A client's end, which has answered, and waits for its server to agree.
+pub struct Sealed {
+    own: Own,
+    theirs: Theirs,
+}
+
+impl Sealed {
+    /// The server has agreed.
+    pub fn begin(self, spins: bool) -> Rings {
+        Rings::new(self.own, self.theirs, spins)
     }
 }
 
@@ -254,6 +268,7 @@ impl Offered {
             let files = [file, shared::blank()?];
             let pins = pins::hold(&files, shared::SIZE)?;
             let [file, theirs] = files;
+            shared::mark(&theirs)?;
             let own = Some(Own::of(&file)?.pinned(pins.clone()));
             mailbox::pass(&name(public)?, secret, [file.as_fd(), theirs.as_fd()])?;
             reply.extend_from_slice(MARK);
@@ -269,13 +284,17 @@ impl Offered {
             log_info!("a client has not taken the memory that was passed to it");
             return Answer::Declined;
         }
-        match (Theirs::new(&self.theirs), self.own.take()) {
-            (Ok(theirs), Some(own)) => {
-                Answer::Accepted(Rings::new(own, theirs.pinned(self.pins.clone()), spins))
+        let map = |own| {
+            // It has no writer but this client, who has changed nothing before that.
+            if !shared::is_marked(&self.theirs) {
+                return Err(io::Error::other("it was changed too early"));
             }
-            (mapped, _) => {
-                let reason = mapped.err().map(|e| e.to_string()).unwrap_or_default();
-                log_info!("the memory that a client shares is not used: {reason}");
+            Ok(Rings::new(own, Theirs::new(&self.theirs)?.pinned(self.pins.clone()), spins))
+        };
+        match self.own.take().ok_or_else(|| io::Error::other("it has answered before")).and_then(map) {
+            Ok(rings) => Answer::Accepted(rings),
+            Err(e) => {
+                log_info!("the memory that a client shares is not used: {e}");
                 Answer::Useless
             }
         }

@@ -1377,6 +1377,7 @@ unsafe extern "C" fn destroy(xprt: *mut SVCXPRT) {
             // SAFETY: alive.
             unsafe { xprt_unregister(own.xprt()) };
             // Its memory stays: nobody can take the locks of what it holds.
+            log_info!("fd {}: closed: a thread of the parent was using the connection at the fork", own.fd);
             own.close_lost();
             return Ok(());
         }

@@ -11,7 +11,7 @@ use super::{Iwarp, Options, lost};
 use crate::error::{Error, Kind, os_text};
 use crate::memory::IoVecMut;
 use crate::provider::NAP;
-use crate::provider::local::{self, Answer, Offered, Rings, Sharing};
+use crate::provider::local::{self, Answer, Offered, Sealed, Sharing};
 use crate::socket;
 
 // One byte, because every message asks for it.
@@ -24,7 +24,7 @@ pub(super) enum Stage {
     /// Waiting for the peer to share memory, or to decline.
     AwaitAnswer(Terms),
     /// Waiting for the peer, which has been given memory, to say whether it can use it.
-    AwaitShared(Terms, Box<Rings>),
+    AwaitShared(Terms, Box<Sealed>),
     Open,
 }
 
@@ -58,32 +58,29 @@ impl Iwarp {
                         return Ok(false);
                     }
                     let answer = self.offered.as_mut().map_or(Answer::Declined, |it| it.answer(spins));
-                    match answer {
-                        Answer::Accepted(rings) => {
-                            startup(self.send(&[local::SHARED]))?;
-                            self.stream.share(rings);
-                        }
-                        Answer::Useless => {
-                            let mut called = [0];
-                            startup(socket::receive(
-                                self.stream.socket,
-                                &mut [IoVecMut::from_mut(&mut called)],
-                            ))?;
-                            startup(self.send(&[0]))?;
-                        }
-                        Answer::Declined => {}
+                    let (rings, said) = match answer {
+                        Answer::Accepted(rings) => (Some(rings), Some(local::SHARED)),
+                        Answer::Useless => (None, Some(0)),
+                        Answer::Declined => (None, None),
+                    };
+                    if let Some(said) = said {
+                        let mut called = [0];
+                        let called = &mut [IoVecMut::from_mut(&mut called)];
+                        startup(socket::receive(self.stream.socket, called))?;
+                        startup(self.send(&[said]))?;
                     }
+                    rings.into_iter().for_each(|rings| self.stream.share(rings));
                     self.agree(&terms)?;
                 }
-                Stage::AwaitShared(terms, rings) => {
+                Stage::AwaitShared(terms, sealed) => {
                     let mut said = [0];
                     let came = socket::receive(self.stream.socket, &mut [IoVecMut::from_mut(&mut said)]);
                     if startup(came)?.is_none() {
-                        self.stage = Stage::AwaitShared(terms, rings);
+                        self.stage = Stage::AwaitShared(terms, sealed);
                         return Ok(false);
                     }
                     if said == [local::SHARED] {
-                        self.stream.share(*rings);
+                        self.stream.share(sealed.begin(self.options.spins));
                     }
                     self.begin(&terms)?;
                 }
@@ -133,10 +130,11 @@ impl Iwarp {
                 Ok(terms) => {
                     self.private_data = frame.private_data;
                     if let Some(asked) = self.asked.take()
-                        && let Some(mut rings) = asked.end(&self.private_data, self.options.spins)
+                        && let Some(sealed) = asked.end(&self.private_data)
                     {
-                        rings.call(self.stream.socket);
-                        self.stage = Stage::AwaitShared(terms, Box::new(rings));
+                        // A socket that has taken the Request takes a byte more.
+                        startup(self.send(&[0]))?;
+                        self.stage = Stage::AwaitShared(terms, Box::new(sealed));
                         return Ok(());
                     }
                     self.begin(&terms)

@@ -61,9 +61,6 @@ const SPARE: u64 = 64;
 /// What the kernel calls every user who has no number in our user namespace, unless /proc/sys/kernel/overflowuid says otherwise.
 const NO_NUMBER: u32 = 65534;
 
-/// The user namespace in which every user has a number: the kernel has given it this inode since it has namespaces in files.
-const INITIAL: u64 = 0xEFFF_FFFD;
-
 /// From whom a client takes memory: root, and this user, in this user namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Trust {
@@ -83,7 +80,7 @@ impl Trust {
     /// that user or caller may not be its equal.
     pub fn own() -> Trust {
         let user = process::only_user().filter(|_| !process::is_secure()).unwrap_or(0);
-        Trust { user, namespace: user_namespace() }
+        Trust { user, namespace: process::user_namespace() }
     }
 
     /// For a Request.
@@ -102,13 +99,14 @@ impl Trust {
 
     /// Whether it includes a user, by the number in this user namespace.
     fn includes(self, user: u32) -> bool {
-        let is_known = user != NO_NUMBER || self.namespace == INITIAL;
+        let is_known = user != NO_NUMBER || self.namespace == process::INITIAL;
         self == Trust::ANYBODY || user == 0 || user == self.user && is_known
     }
 
     /// Whether it includes this process.
     pub fn includes_us(self) -> bool {
-        self == Trust::ANYBODY || self.namespace == user_namespace() && self.includes(getuid().as_raw())
+        self == Trust::ANYBODY
+            || self.namespace == process::user_namespace() && self.includes(getuid().as_raw())
     }
 }
 
@@ -116,11 +114,6 @@ impl fmt::Display for Trust {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "root and user {} of user namespace {}", self.user, self.namespace)
     }
-}
-
-/// The inode of ours; 0 without /proc.
-fn user_namespace() -> u64 {
-    stat("/proc/self/ns/user").map_or(0, |stat| stat.st_ino)
 }
 
 /// A client's socket.
@@ -269,8 +262,7 @@ fn is_shut(fd: BorrowedFd<'_>) -> io::Result<bool> {
 /// A socket to pass descriptors over. It has no name, so nobody can send to it.
 fn new_sender() -> io::Result<Kept> {
     let socket = Kept::new(unix()?)?;
-    let many = process::may_pass_many() && user_namespace() == INITIAL;
-    let most = if many { UNRECEIVED_MOST } else { UNRECEIVED_FEW };
+    let most = if process::may_exceed_limits() { UNRECEIVED_MOST } else { UNRECEIVED_FEW };
     // The kernel doubles it.
     sockopt::set_socket_send_buffer_size(socket.get().ok_or(Errno::BADF)?, most * MESSAGE / 2)?;
     Ok(socket)

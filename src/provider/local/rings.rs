@@ -590,7 +590,7 @@ impl Rings {
     }
 
     /// Makes the peer's socket readable.
-    pub fn call(&mut self, socket: RawFd) {
+    fn call(&mut self, socket: RawFd) {
         self.own.word(Word::Woken).fetch_add(1, Release);
         sync::meet();
         // A socket that takes nothing more holds something that will wake the peer; and the end of a socket shows when it is

@@ -40,6 +40,16 @@ const MOST: usize = 32 << 20;
 /// For how many they have, in this process and the ones that it was forked from.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
+/// How many pipes there are, likewise.
+static PIPES: AtomicUsize = AtomicUsize::new(0);
+
+/// How many descriptors the process has for pins.
+pub fn descriptors() -> usize {
+    let pipes = PIPES.load(Relaxed);
+    // The other end of the latest one, too.
+    pipes + pipes.min(1)
+}
+
 /// References to the pages of some files.
 #[derive(Clone)]
 pub struct Pins {
@@ -99,13 +109,13 @@ impl Pipe {
     /// A pipe, and its other end.
     fn new() -> io::Result<(Pipe, Kept)> {
         let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
-        let buffers = fcntl_getpipe_size(&write)?;
+        let (buffers, read, write) = (fcntl_getpipe_size(&write)?, Kept::new(read)?, Kept::new(write)?);
         if !may_take(buffers) {
             return Err(Errno::AGAIN.into());
         }
-        // From here on Drop counts them.
-        let pipe = Pipe { read: Kept::new(read)?, buffers: AtomicUsize::new(buffers) };
-        Ok((pipe, Kept::new(write)?))
+        // From here on Drop counts it.
+        PIPES.fetch_add(1, Relaxed);
+        Ok((Pipe { read, buffers: AtomicUsize::new(buffers) }, write))
     }
 
     /// Puts a reference to a page into it.
@@ -144,5 +154,6 @@ impl Pipe {
 impl Drop for Pipe {
     fn drop(&mut self) {
         TAKEN.fetch_sub(*self.buffers.get_mut(), Relaxed);
+        PIPES.fetch_sub(1, Relaxed);
     }
 }

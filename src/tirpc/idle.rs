@@ -6,7 +6,7 @@
 //!   accepted one and four fifths of its table are taken, it closes those that were idle for [`IDLE`], or else the one that was
 //!   idle longest; but only non-blocking connections: those of a program that has set `RPC_SVC_CONNMAXREC_SET`. It recognises its
 //!   connections by their operations, so it would miss ours, and those whose first byte is still awaited. A connection over an
-//!   adapter has one place in the table, but takes several descriptors.
+//!   adapter has one place in the table, but takes several descriptors; some take one together for memory that is shared.
 //! - When an adapter has no memory left for another connection, one of its connections: first one that has made no call yet, then
 //!   one that has been idle for [`IDLE`], in each case the one that was idle longest. Connections that are not established yet
 //!   have a part of the memory to themselves, where the oldest makes room for the next.
@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use crate::driver::{START_TIMEOUT, Stage};
 use crate::fork;
+use crate::memory::pins;
 use crate::provider::Shortage;
 use crate::reserve::as_many_as_fit;
 use crate::tirpc::progress::{self, Wants, Watched};
@@ -267,7 +268,7 @@ unsafe fn make_room(newest: RawFd) {
     // SAFETY: takes nothing.
     let most = usize::try_from(unsafe { (library._rpc_dtablesize)() }).unwrap_or(0);
     let table = table();
-    let beside = table.adapters * (ADAPTERS - 1);
+    let beside = table.adapters * (ADAPTERS - 1) + pins::descriptors();
     // Places of the table, including free ones.
     let (_, places) = polled_table();
     // SAFETY: by the contract; the loop's lock keeps other threads from registering.

@@ -54,8 +54,12 @@ impl Calls {
     /// block than the reserve of memory has.
     ///
     /// # Errors
+    /// `Invalid` when a thread has not taken yet how a call with this XID has ended: it would take the other one's outcome.
     /// `ENOMEM`.
-    pub(super) fn make_room(&mut self, others: usize) -> Result<(), Error> {
+    pub(super) fn make_room(&mut self, xid: Xid, others: usize) -> Result<(), Error> {
+        if self.is_over(Waiter::Call(xid)) {
+            return Err(Error::new(Kind::Invalid, format!("a call with XID {xid} is under way")));
+        }
         self.outcomes
             .try_reserve(others + 1)
             .map_err(|_| Error::new(Kind::Os(libc::ENOMEM), "no memory for how one more call ends"))
@@ -112,7 +116,7 @@ mod tests {
         let (mut under_way, mut begun) = (std::collections::VecDeque::new(), 0);
         let none = NoLongBlocks::from_here();
         let refused = loop {
-            match calls.make_room(under_way.len()) {
+            match calls.make_room(Xid(begun), under_way.len()) {
                 Ok(()) => under_way.push_back(Xid(begun)),
                 Err(error) => break error,
             }
@@ -132,6 +136,6 @@ mod tests {
         assert!(under_way.into_iter().all(|xid| calls.end(xid, Ok(Payload::default()))));
         assert_eq!(calls.outcomes.len(), before + ended);
         drop(none);
-        assert!(calls.make_room(0).is_ok());
+        assert!(calls.make_room(Xid(begun), 0).is_ok());
     }
 }

@@ -390,7 +390,7 @@ impl<'a> Policy<'a> for &'a Client {
     fn wake(&self, state: &mut Waiting, may_doze: bool) -> Wake {
         let alarm = state.alarm_fd().unwrap_or(-1);
         if let Some((fd, writes, until)) = state.attempt() {
-            if state.session.naps() {
+            if state.session.naps() || state.session.is_polled() {
                 // The next step waits for the end of these sleeps, see `step`, and the descriptor of the attempt may be ready
                 // meanwhile.
                 let soon = Some(Instant::now() + session::LOOK);
@@ -490,7 +490,7 @@ impl Caller for Client {
         self.look(&mut state);
         let Waiting { session, link, renewal, .. } = &mut *state;
         let parked = renewal.as_ref().map_or(0, Renewal::parked);
-        session.calls.make_room(link.engine.calls() + parked)?;
+        session.calls.make_room(xid, link.engine.calls() + parked)?;
         match renewal {
             Some(renewal) => {
                 renewal.park(xid, message, expect)?;

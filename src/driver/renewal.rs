@@ -183,8 +183,8 @@ impl Client {
             }
         };
         // The last step, which may be the first one, makes another socket take the descriptor number of the one that a thread
-        // may be about to read from.
-        if state.session.naps() {
+        // may be about to read from, or to poll.
+        if state.session.naps() || state.session.is_polled() {
             renewal.attempt = Some((attempt, until));
             return state.rearm();
         }
@@ -423,6 +423,7 @@ mod tests {
     use crate::driver::server::Server;
     use crate::driver::server::Shared;
     use crate::driver::server::locked;
+    use crate::driver::session::Session;
     use crate::driver::start::Room;
     use crate::provider::{Limits, fault};
     use crate::sync::Mutex;
@@ -863,6 +864,17 @@ mod tests {
     /// Such a thread would take the first bytes of the new connection for the last of the old one.
     #[test]
     fn a_new_connection_takes_the_number_when_nobody_is_about_to_read_from_the_old_one() {
+        takes_the_number_after(Session::nap_as);
+    }
+
+    /// Such a thread would sleep until something comes on the new connection, however long ago the old one has ended.
+    #[test]
+    fn a_new_connection_takes_the_number_when_nobody_is_about_to_poll_the_old_one() {
+        takes_the_number_after(Session::leave_as);
+    }
+
+    /// `holds`: begins and ends what keeps the number.
+    fn takes_the_number_after(holds: fn(&mut Session, bool)) {
         let config = config(2);
         let peer = move |listener: TcpListener| {
             let _first = starving(&listener, config);
@@ -870,7 +882,9 @@ mod tests {
         };
         beside(config, peer, |Bench { scope, client, .. }| {
             starve(&client);
-            client.lock().session.nap_as(true);
+            let holds = |it| holds(&mut client.lock().session, it);
+            client.lock().give_up(Error::new(Kind::ConnectionLost, "a test"));
+            holds(true);
             // In vain until then, whatever the step would be.
             let steps = || {
                 let mut state = client.lock();
@@ -890,7 +904,7 @@ mod tests {
             let waiter = client.clone();
             let waits = scope.spawn(move || call(&waiter, soon()));
             until(&client, |state| state.session.is_driven());
-            client.lock().session.nap_as(false);
+            holds(false);
             waits.join().unwrap().unwrap();
             assert_eq!(client.connections(), 2);
         });

@@ -351,7 +351,7 @@ impl Caller for Reverse {
         let server = self.server();
         let mut state = locked(&server);
         let others = state.usable()?.engine.calls();
-        state.session.calls.make_room(others)?;
+        state.session.calls.make_room(xid, others)?;
         state.usable()?.begin(xid, message, expect)?;
         state.settle();
         let waiter = Waiter::Call(xid);

@@ -39,6 +39,9 @@ use super::spin::{Beside, Patience, Spin, Waiting};
 /// a thread that makes a new connection checks whether anybody still reads from the old one.
 pub(super) const LOOK: Duration = Duration::from_millis(1);
 
+/// How long a new connection waits for threads that poll the old one, which has ended.
+const LEAVING: Duration = Duration::from_millis(100);
+
 /// How long, over a whole wait, a thread may sleep without watching its descriptors, and with signals blocked as in all of
 /// libtirpc's calls: to let them through takes two more system calls.
 const DOZE: Duration = Duration::from_millis(10);
@@ -60,6 +63,10 @@ pub(super) struct Session {
     serving_sleeper: Option<Arc<Condvar>>,
     /// The threads that poll the connection: one, except as [`Session::may_drive`] says.
     drivers: Vec<Driver>,
+    /// Those that were in poll(2), or about to be, when the connection was given up, each by its thread; and when that was. A
+    /// descriptor number that becomes another socket's before they are there keeps them asleep.
+    leavers: Vec<usize>,
+    left: Option<Instant>,
     /// How many threads sleep on the stream itself, or are about to: they read from whatever file has its descriptor number
     /// then.
     naps: usize,
@@ -77,6 +84,8 @@ struct Driver {
     reads: bool,
     /// It will wake when the descriptor takes bytes.
     writes: bool,
+    /// It is in poll(2), or about to be.
+    polls: bool,
 }
 
 impl Session {
@@ -87,6 +96,8 @@ impl Session {
             sleepers: FxHashMap::default(),
             serving_sleeper: None,
             drivers: Vec::new(),
+            leavers: Vec::new(),
+            left: None,
             naps: 0,
             naps_awaited: false,
             nap: Vec::new(),
@@ -99,6 +110,7 @@ impl Session {
         (self.calls, self.serving_sleeper) = (Calls::new(), None);
         self.sleepers.clear();
         self.drivers.clear();
+        self.leavers.clear();
         self.naps = 0;
     }
 
@@ -106,6 +118,13 @@ impl Session {
     /// from it, with no lock held.
     pub(super) fn naps(&self) -> bool {
         self.naps > 0
+    }
+
+    /// The same for threads that are about to poll it. This thread, in whose sleep a signal handler makes a call, does not count:
+    /// it cannot go on before the handler ends. Nor do those that the end of the connection has not woken, after a while.
+    pub(super) fn is_polled(&self) -> bool {
+        let (own, left) = (thread::this(), self.left);
+        self.leavers.iter().any(|thread| *thread != own) && left.is_some_and(|left| left.elapsed() < LEAVING)
     }
 
     /// Hands outcomes to their waiters.
@@ -190,13 +209,13 @@ impl Session {
     }
 
     fn begin_to_drive(&mut self) {
-        self.drivers.push(Driver { thread: thread::this(), reads: true, writes: false });
+        self.drivers.push(Driver { thread: thread::this(), reads: true, writes: false, polls: false });
     }
 
     /// This thread, which drives, goes to sleep. If it was spinning while the connection was replaced, it was forgotten with
     /// the old connection, and sleeps on the new one.
     fn sleeps_for(&mut self, reads: bool, writes: bool) {
-        let driver = Driver { thread: thread::this(), reads, writes };
+        let driver = Driver { thread: thread::this(), reads, writes, polls: false };
         match self.own_driver() {
             Some(own) => self.drivers[own] = driver,
             None => self.drivers.push(driver),
@@ -211,13 +230,20 @@ impl Session {
     /// As if a thread slept in poll(2) already.
     #[cfg(test)]
     pub(super) fn drive_as(&mut self, thread: usize) {
-        self.drivers.push(Driver { thread, reads: true, writes: thread == thread::this() });
+        self.drivers.push(Driver { thread, reads: true, writes: thread == thread::this(), polls: false });
     }
 
     /// As if a thread were about to sleep on the stream, or had done so.
     #[cfg(test)]
     pub(super) fn nap_as(&mut self, naps: bool) {
         self.naps = if naps { self.naps + 1 } else { self.naps - 1 };
+    }
+
+    /// As if a thread were about to poll the connection that was given up last, however long ago, or had done so.
+    #[cfg(test)]
+    pub(super) fn leave_as(&mut self, polls: bool) {
+        self.left = Some(Instant::now() + Duration::from_secs(3600));
+        if polls { self.leavers.push(usize::MAX) } else { self.leavers.clear() }
     }
 
     /// As if so many threads slept that one more needs a longer block of memory than the reserve has.
@@ -237,9 +263,30 @@ impl Session {
         }
     }
 
+    /// This thread, which drives, is about to poll.
+    fn begins_to_poll(&mut self) {
+        if let Some(own) = self.own_driver() {
+            self.drivers[own].polls = true;
+        }
+    }
+
+    /// It has polled. The connection may have been given up meanwhile.
+    fn has_polled(&mut self) {
+        let own = thread::this();
+        match self.own_driver() {
+            Some(at) if self.drivers[at].polls => self.drivers[at].polls = false,
+            _ => {
+                let left = self.leavers.iter().rposition(|thread| *thread == own);
+                left.map(|at| self.leavers.remove(at));
+            }
+        }
+    }
+
     /// Forgets those who drive: they poll a descriptor that is of no use any more.
     pub(super) fn forget_drivers(&mut self) {
-        self.drivers.clear();
+        let polling = self.drivers.drain(..).filter(|driver| driver.polls);
+        self.leavers.extend(polling.map(|driver| driver.thread));
+        self.left = Some(Instant::now());
     }
 
     /// Wakes one of those who sleep without an outcome. Returns false when there is none.
@@ -585,10 +632,14 @@ fn drive<'a, P: Policy<'a>>(
     if wake.nudges {
         left = left.min(NUDGE_AFTER);
     }
+    if nap.is_none() {
+        session.begins_to_poll();
+    }
     drop(state);
     let Some((fd, serial)) = nap else {
         let came = policy.sleep(&mut wake, left, mask);
         let mut state = policy.lock();
+        state.parts().0.has_polled();
         policy.move_on(&mut state, &wake, !came);
         state.parts().0.end_to_drive();
         return state;

@@ -19,7 +19,7 @@ pub mod layout;
 mod page;
 
 pub use connections::{Connection, Facts, Figures};
-pub use latency::{Names, Procedure, Recent, clock, instant, tick};
+pub use latency::{Names, Procedure, Recent, clock, instant, processor_time, tick};
 pub use page::{begin, is_watched};
 
 macro_rules! counters {

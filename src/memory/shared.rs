@@ -41,7 +41,7 @@ use rustix::io::Errno;
 use super::pins::Pins;
 use super::{Buf, IoVec, IoVecMut, Region};
 use crate::wire::{Handle, Segment};
-use crate::{fork, process, sync, wait};
+use crate::{fork, process, stats, sync, wait};
 
 /// Bytes of the ring, a power of two: more than the caches of two processors, and enough for most messages to go into it whole
 /// while their receiver is busy elsewhere.
@@ -77,6 +77,14 @@ const WRITTEN: SealFlags = FIXED.union(SealFlags::FUTURE_WRITE).union(SealFlags:
 
 /// How many a bell wakes: more than threads of a peer and of its children sleep at once.
 const RUNG_MOST: u32 = 8;
+
+/// A ring that takes this long is suspect, in nanoseconds: the kernel walks everything that sleeps in the same place of its table,
+/// and a peer could have a million sleep there, on other words of the segment.
+const RING_SLOW: u64 = 5_000_000;
+
+/// How many rings of a suspect bell may be slow by the processor's time, before it is rung no more. Its sleepers look by
+/// themselves after a while.
+const RINGS_SLOW: u32 = 2;
 
 /// A word of a segment. Those that are written on different occasions lie in different cache lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -190,6 +198,9 @@ pub struct Own {
     taken: AtomicBool,
     /// The connection is over: what the peer has not taken yet stays as it is.
     over: AtomicBool,
+    /// Whether a ring has taken long; and how many have, by the processor's time, since then.
+    suspect: AtomicBool,
+    slow: AtomicU32,
 }
 
 /// A segment of zeros, which nobody writes yet.
@@ -207,12 +218,17 @@ pub fn blank() -> io::Result<OwnedFd> {
 /// When a segment was last changed, as [`mark`] says, in seconds since 1970.
 const MARKED: i64 = 1;
 
-/// Marks a segment that is passed to its writer, whose user is not the owner of the file: each hole that is made in it, and each byte
-/// that is written to it, removes the mark.
+/// Marks a segment that is passed to its writer: each hole that is made in it, and each byte that is written to it, removes the
+/// mark, which only the owner of the file and root can set.
 ///
 /// # Errors
-/// The errno of what the kernel refuses.
+/// `EPERM` if the owner is another user than this process's: one whose rights it only borrows. The errno of what the kernel
+/// refuses.
 pub fn mark(file: &OwnedFd) -> io::Result<()> {
+    let owner = fstat(file)?.st_uid;
+    if owner != 0 && process::only_user() != Some(owner) {
+        return Err(Errno::PERM.into());
+    }
     let time = Timespec { tv_sec: MARKED, tv_nsec: 0 };
     Ok(futimens(file, &Timestamps { last_access: time, last_modification: time })?)
 }
@@ -256,6 +272,8 @@ impl Own {
             generation: fork::generation(),
             taken: AtomicBool::new(false),
             over: AtomicBool::new(false),
+            suspect: AtomicBool::new(false),
+            slow: AtomicU32::new(0),
         };
         fcntl_add_seals(file, WRITTEN)?;
         Ok(own)
@@ -276,9 +294,20 @@ impl Own {
     pub fn ring(&self) {
         let rung = self.mapping.half(Word::Rung);
         rung.fetch_add(1, Release);
-        // Only the peer sleeps there, usually one thread, and never for long. It could have a million sleep there, whom the kernel
-        // would wake in one go.
-        wait::tell_some(rung, RUNG_MOST);
+        if self.slow.load(Relaxed) >= RINGS_SLOW {
+            return;
+        }
+        // Only the peer sleeps there, usually one thread, and never for long.
+        let wake = || wait::tell_some(rung, RUNG_MOST);
+        // The clock tells nothing of a thread that had to wait for a processor, but the processor's time takes longer to ask for.
+        let suspect = self.suspect.load(Relaxed);
+        let clock = if suspect { stats::processor_time } else { stats::clock };
+        let before = clock();
+        wake();
+        if clock().saturating_sub(before) > RING_SLOW {
+            self.suspect.store(true, Relaxed);
+            self.slow.fetch_add(suspect.into(), Relaxed);
+        }
     }
 
     /// Puts `len` bytes into the ring: those that `from` names, from its byte `at` on. `number`: that of the first byte, counted

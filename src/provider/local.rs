@@ -30,6 +30,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
+use rustix::io::Errno;
 use rustix::net::SocketAddrUnix;
 
 use super::iwarp::{self, Iwarp};
@@ -119,7 +120,7 @@ fn possible() -> Result<(), Error> {
     let _sealed = asked.end(&reply).ok_or_else(lost)?;
     match offered.answer(false) {
         Answer::Accepted(_) => Ok(()),
-        Answer::Declined | Answer::Useless => Err(lost()),
+        Answer::Declined | Answer::Useless | Answer::Taken => Err(lost()),
     }
 }
 
@@ -242,6 +243,8 @@ pub enum Answer {
     Declined,
     /// The client shares memory, but it cannot be mapped here: the client has to be told.
     Useless,
+    /// A forked process has taken the answer. What comes now is not for this one.
+    Taken,
     /// The rings.
     Accepted(Rings),
 }
@@ -284,6 +287,10 @@ impl Offered {
             log_info!("a client has not taken the memory that was passed to it");
             return Answer::Declined;
         }
+        // Even a look at the segment says nothing any more, once another process has told the client that it may write.
+        if !self.own.as_ref().is_some_and(rings::claim) {
+            return Answer::Taken;
+        }
         let map = |own| {
             // It has no writer but this client, who has changed nothing before that.
             if !shared::is_marked(&self.theirs) {
@@ -291,7 +298,7 @@ impl Offered {
             }
             Ok(Rings::new(own, Theirs::new(&self.theirs)?.pinned(self.pins.clone()), spins))
         };
-        match self.own.take().ok_or_else(|| io::Error::other("it has answered before")).and_then(map) {
+        match self.own.take().ok_or_else(|| Errno::INVAL.into()).and_then(map) {
             Ok(rings) => Answer::Accepted(rings),
             Err(e) => {
                 log_info!("the memory that a client shares is not used: {e}");

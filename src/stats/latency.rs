@@ -208,6 +208,11 @@ pub fn tick() -> u64 {
     nanoseconds(ClockId::MonotonicCoarse)
 }
 
+/// The time that this thread has used a processor, in nanoseconds.
+pub fn processor_time() -> u64 {
+    nanoseconds(ClockId::ThreadCPUTime)
+}
+
 fn nanoseconds(clock: ClockId) -> u64 {
     let now = clock_gettime(clock);
     (now.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(now.tv_nsec as u64)

@@ -62,12 +62,13 @@ impl Iwarp {
                         Answer::Accepted(rings) => (Some(rings), Some(local::SHARED)),
                         Answer::Useless => (None, Some(0)),
                         Answer::Declined => (None, None),
+                        Answer::Taken => return Err(lost("a forked process goes on with this connection")),
                     };
                     if let Some(said) = said {
                         let mut called = [0];
                         let called = &mut [IoVecMut::from_mut(&mut called)];
-                        startup(socket::receive(self.stream.socket, called))?;
-                        startup(self.send(&[said]))?;
+                        at_once(socket::receive(self.stream.socket, called))?;
+                        at_once(self.send(&[said]))?;
                     }
                     rings.into_iter().for_each(|rings| self.stream.share(rings));
                     self.agree(&terms)?;
@@ -132,8 +133,7 @@ impl Iwarp {
                     if let Some(asked) = self.asked.take()
                         && let Some(sealed) = asked.end(&self.private_data)
                     {
-                        // A socket that has taken the Request takes a byte more.
-                        startup(self.send(&[0]))?;
+                        at_once(self.send(&[0]))?;
                         self.stage = Stage::AwaitShared(terms, Box::new(sealed));
                         return Ok(());
                     }
@@ -207,4 +207,11 @@ fn startup(result: io::Result<usize>) -> Result<Option<usize>, Error> {
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(None),
         Err(e) => Err(lost(format!("the connection was lost during the startup: {e}"))),
     }
+}
+
+/// The same where the socket has the byte, or room for one more.
+fn at_once(result: io::Result<usize>) -> Result<(), Error> {
+    startup(result)?
+        .map(drop)
+        .ok_or_else(|| lost("the socket did not take or give a byte during the startup"))
 }

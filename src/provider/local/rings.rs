@@ -127,6 +127,12 @@ pub struct Rings {
     kept: Option<(Region, u32)>,
 }
 
+/// Takes the connection, of which no process has taken an end yet. False if a process that was forked from this one, or that it
+/// was forked from, has done so.
+pub fn claim(own: &Own) -> bool {
+    own.word(Word::Waits).compare_exchange(0, BY_BYTE, SeqCst, SeqCst).is_ok()
+}
+
 impl Rings {
     /// `spins`: whether a thread may wait for its peer without sleeping.
     pub fn new(own: Own, theirs: Theirs, spins: bool) -> Rings {

@@ -695,7 +695,7 @@ fn a_server_shares_memory_with_who_has_become_the_writer() {
         match offered.answer(false) {
             Answer::Accepted(_) => assert!(is_writer),
             Answer::Declined => assert!(!is_writer),
-            Answer::Useless => panic!(),
+            Answer::Useless | Answer::Taken => panic!(),
         }
     }
 }
@@ -718,10 +718,23 @@ fn a_server_takes_no_segment_that_was_changed_before_it_has_looked() {
         assert!(match offered.answer(false) {
             Answer::Accepted(_) => change == 0,
             Answer::Useless => change > 0,
-            Answer::Declined => false,
+            Answer::Declined | Answer::Taken => false,
         });
         drop(own);
     }
+}
+
+#[test]
+fn one_of_two_processes_takes_the_answer_that_both_wait_for() {
+    let (socket, request) = asked();
+    let mut offered = Offered::new(&request, &mut Vec::new(), false).unwrap();
+    let [_, file]: [OwnedFd; 2] = passed(&socket).try_into().unwrap();
+    let own = Own::of(&file).unwrap();
+    let child = fork::testing::fork(|| matches!(offered.answer(false), Answer::Accepted(_)));
+    assert!(child.succeeded());
+    // The client has been told, and goes on with the other one.
+    own.word(Word::Produced).store(1, SeqCst);
+    assert!(matches!(offered.answer(false), Answer::Taken));
 }
 
 #[test]

@@ -70,6 +70,8 @@ pub struct Link {
     pub(super) serves: bool,
     /// It does not read on before a request is handed out: many are waiting, and there is little memory.
     pub(super) paused: bool,
+    /// Sending has failed, and what had come before is read.
+    reads_out: bool,
     /// If more bytes than this are unsent, the peer is taken to talk without reading.
     pub(super) talk_max: usize,
     /// Where its long Calls wait for their turn to be pulled: at the end that serves them in the program's loop.
@@ -152,6 +154,7 @@ impl Link {
             heard: false,
             serves: role == Role::Server,
             paused: false,
+            reads_out: false,
             talk_max: backlog::TALK,
             place: None,
             done: Vec::new(),
@@ -602,6 +605,11 @@ impl Link {
         match self.device.flush() {
             Ok(all) => all,
             Err(error) => {
+                // The peer takes nothing more, but what it has sent before that counts: a client that gives a connection up may
+                // have made calls on it to which it wants no reply.
+                if !std::mem::replace(&mut self.reads_out, true) {
+                    self.pump_on();
+                }
                 self.fail(error);
                 self.drain();
                 true

@@ -1051,6 +1051,35 @@ mod tests {
         }
     }
 
+    /// A client that gives its connection up, because calls whose time is over hold all credits, may have made others to which it
+    /// wants no reply.
+    #[test]
+    fn requests_that_had_come_are_served_though_a_reply_finds_nobody() {
+        let (mut client, server, sockets) = warm();
+        let mut next = |xid| {
+            begin(&mut client, xid, 40);
+            next_of(&mut client, &server)
+        };
+        let replies = [next(2), next(3)].map(|request| {
+            let (id, xid) = (request.id, request.xid);
+            drop(request);
+            let mut reply = server.message().unwrap();
+            reply.extend(&[xid.0, 1].map(u32::to_be_bytes).concat()).unwrap();
+            (id, reply)
+        });
+        begin(&mut client, 4, 40);
+        begin(&mut client, 5, 40);
+        client.fail(Error::new(Kind::ConnectionLost, "given up"));
+        let [ours, theirs] = sockets;
+        drop(if client.device.fd() == ours.as_raw_fd() { ours } else { theirs });
+        for (id, reply) in replies {
+            // The first one is sent, and answered by a reset.
+            server.reply(id, reply.into()).unwrap();
+        }
+        let served = std::iter::from_fn(|| locked(&server).receive().map(|request| request.xid.0));
+        assert_eq!(served.collect::<Vec<_>>(), [4, 5]);
+    }
+
     #[test]
     fn a_child_that_serves_takes_over_what_no_other_process_has_any_more() {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());

@@ -607,7 +607,7 @@ impl Link {
             Err(error) => {
                 // The peer takes nothing more, but what it has sent before that counts: a client that gives a connection up may
                 // have made calls on it to which it wants no reply.
-                if !std::mem::replace(&mut self.reads_out, true) {
+                if self.device.is_receiver() && !std::mem::replace(&mut self.reads_out, true) {
                     self.pump_on();
                 }
                 self.fail(error);

@@ -97,7 +97,7 @@ impl Calls {
         loop {
             self.next_xid = self.next_xid.wrapping_add(1);
             let xid = Xid(self.next_xid);
-            if !engine.knows(xid) {
+            if !engine.knows(xid) && !self.is_over(Waiter::Call(xid)) {
                 return xid;
             }
         }

@@ -808,7 +808,9 @@ pub(super) mod tests {
     }
 
     /// A client that never spins, one of whose calls has been answered, and its server.
-    fn sleeping(sockets: &(TcpStream, TcpStream)) -> (&'static Config, Shared, Arc<Client>) {
+    pub(in crate::driver) fn sleeping(
+        sockets: &(TcpStream, TcpStream),
+    ) -> (&'static Config, Shared, Arc<Client>) {
         let config = Config { poll: Duration::ZERO, ..Config::default() };
         let config: &'static Config = Box::leak(Box::new(config));
         let server = Mutex::new(Server::accept(sockets.1.as_raw_fd(), config).unwrap());
@@ -816,7 +818,7 @@ pub(super) mod tests {
         (config, server, client)
     }
 
-    fn call_for(client: &Client, time: Duration) -> Result<Payload, Error> {
+    pub(in crate::driver) fn call_for(client: &Client, time: Duration) -> Result<Payload, Error> {
         let xid = client.fresh_xid();
         let message = message(client, xid, 40).into();
         client.call(xid, message, 1024, Vec::new(), Instant::now() + time, None)

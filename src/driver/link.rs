@@ -605,9 +605,10 @@ impl Link {
         match self.device.flush() {
             Ok(all) => all,
             Err(error) => {
-                // The peer takes nothing more, but what it has sent before that counts: a client that gives a connection up may
+                // The client takes nothing more, but what it has sent before that counts: if it has given the connection up, it may
                 // have made calls on it to which it wants no reply.
-                if self.device.is_receiver() && !std::mem::replace(&mut self.reads_out, true) {
+                let reads = self.role == Role::Server && self.device.is_receiver();
+                if reads && !std::mem::replace(&mut self.reads_out, true) {
                     self.pump_on();
                 }
                 self.fail(error);

@@ -222,6 +222,7 @@ impl Client {
     /// Goes on over the new connection.
     fn install(&self, state: &mut Waiting, device: Box<dyn QueuePair>) {
         let Some(Renewal { parked, .. }) = state.renewal.take() else { return };
+        state.session.forget_leavers();
         let mut link =
             Link::new(Role::Client, self.config, state.wishes.versions, device, &memory(self.config));
         stats::add(Counter::Reconnects, 1);
@@ -306,7 +307,7 @@ impl Waiting {
     fn give_up(&mut self, why: Error) {
         let parked = self.link.engine.take_waiting();
         self.link.fail(why.clone());
-        self.retire(why, parked);
+        self.retire(why, parked, true);
     }
 
     /// The connection is another process's: nothing is sent on it, not even its end.
@@ -318,10 +319,11 @@ impl Waiting {
         // Twice: while a version is offered, the first of these keeps the calls.
         self.link.engine.handle_closed(why.clone());
         self.link.engine.handle_closed(why.clone());
-        self.retire(why, parked);
+        self.retire(why, parked, false);
     }
 
-    fn retire(&mut self, why: Error, parked: Vec<(Xid, Message, Expect)>) {
+    /// `ended`: the connection has ended, and its descriptor shows that.
+    fn retire(&mut self, why: Error, parked: Vec<(Xid, Message, Expect)>, ended: bool) {
         self.link.drain();
         self.settle();
         if self.link.engine.version().is_some() {
@@ -331,7 +333,7 @@ impl Waiting {
                 .end(&Error::new(Kind::ConnectionLost, "it was replaced by a new one"));
         }
         // The drivers sleep on the old connection, whose end wakes them, and see what has become of it.
-        self.session.forget_drivers();
+        self.session.forget_drivers(ended);
         self.renewal = Some(Renewal { why, attempt: None, failed: (0, None), instead: None, parked });
         self.session.wake_all();
     }
@@ -410,7 +412,7 @@ mod tests {
     use std::sync::mpsc;
     use std::thread::scope;
 
-    use super::super::client::tests::{PATIENCE, pair, until};
+    use super::super::client::tests::{PATIENCE, call_for, pair, sleeping, until};
     use super::*;
     use crate::config::Config;
     #[cfg(feature = "verbs")]
@@ -871,6 +873,23 @@ mod tests {
     #[test]
     fn a_new_connection_takes_the_number_when_nobody_is_about_to_poll_the_old_one() {
         takes_the_number_after(Session::leave_as);
+    }
+
+    #[test]
+    fn threads_that_poll_a_connection_that_is_given_up_are_known_until_they_have_left() {
+        let sockets = pair().unwrap();
+        let (_, _server, client) = sleeping(&sockets);
+        scope(|scope| {
+            let waits = scope.spawn(|| call_for(&client, PATIENCE).map(drop));
+            until(&client, |state| state.session.polls());
+            let mut state = client.lock();
+            state.give_up(Error::new(Kind::ConnectionLost, "a test"));
+            assert_eq!((state.session.leavers(), state.session.is_polled()), (1, true));
+            drop(state);
+            // It is woken by that, and its call ends.
+            until(&client, |state| state.session.leavers() == 0);
+            assert!(waits.join().unwrap().is_err());
+        });
     }
 
     /// `holds`: begins and ends what keeps the number.

@@ -39,8 +39,9 @@ use super::spin::{Beside, Patience, Spin, Waiting};
 /// a thread that makes a new connection checks whether anybody still reads from the old one.
 pub(super) const LOOK: Duration = Duration::from_millis(1);
 
-/// How long a new connection waits for threads that poll the old one, which has ended.
-const LEAVING: Duration = Duration::from_millis(100);
+/// How long a new connection waits for threads that poll the old one, whose end wakes them: longer than a busy machine keeps them
+/// from it.
+const LEAVING: Duration = Duration::from_secs(1);
 
 /// How long, over a whole wait, a thread may sleep without watching its descriptors, and with signals blocked as in all of
 /// libtirpc's calls: to let them through takes two more system calls.
@@ -121,7 +122,7 @@ impl Session {
     }
 
     /// The same for threads that are about to poll it. This thread, in whose sleep a signal handler makes a call, does not count:
-    /// it cannot go on before the handler ends. Nor do those that the end of the connection has not woken, after a while.
+    /// it cannot go on before the handler ends. Nor do those that do not come back in time: a signal handler may have jumped.
     pub(super) fn is_polled(&self) -> bool {
         let (own, left) = (thread::this(), self.left);
         self.leavers.iter().any(|thread| *thread != own) && left.is_some_and(|left| left.elapsed() < LEAVING)
@@ -282,11 +283,28 @@ impl Session {
         }
     }
 
-    /// Forgets those who drive: they poll a descriptor that is of no use any more.
-    pub(super) fn forget_drivers(&mut self) {
-        let polling = self.drivers.drain(..).filter(|driver| driver.polls);
+    /// Forgets those who drive: they poll a descriptor that is of no use any more. `ended`: the end of the connection wakes them.
+    pub(super) fn forget_drivers(&mut self, ended: bool) {
+        let polling = self.drivers.drain(..).filter(|driver| driver.polls && ended);
         self.leavers.extend(polling.map(|driver| driver.thread));
         self.left = Some(Instant::now());
+    }
+
+    /// There is a new connection: whoever has not left the old one by now is not waited for again.
+    pub(super) fn forget_leavers(&mut self) {
+        self.leavers.clear();
+    }
+
+    /// Whether a thread is in poll(2), or about to be.
+    #[cfg(test)]
+    pub(super) fn polls(&self) -> bool {
+        self.drivers.iter().any(|driver| driver.polls)
+    }
+
+    /// How many threads were polling when the connection was given up, and have not come back.
+    #[cfg(test)]
+    pub(super) fn leavers(&self) -> usize {
+        self.leavers.len()
     }
 
     /// Wakes one of those who sleep without an outcome. Returns false when there is none.

@@ -9,7 +9,8 @@
 //! The client maps them, seals its own so that it has no other writer, and sends a byte over TCP; the server, which has kept a
 //! descriptor of that segment, sees the seal, maps it, and answers with [`SHARED`], or with another byte if it cannot. Only then
 //! the client writes to it: until then nothing has changed there, least of all by a hole, which would take away the pages that the
-//! server has pinned. If any of this fails, the connection goes on as software iWARP at once: nobody waits for any step longer than for the MPA startup.
+//! server has pinned. If any of this fails, the connection goes on as software iWARP at once: nobody waits for any step longer
+//! than for the MPA startup.
 //!
 //! # Why that is safe
 //! Whoever has shown the secret has read the TCP connection, and whoever has sealed the segment has got it and can write to it.

@@ -441,7 +441,10 @@ impl Link {
     }
 
     fn advance(&mut self, pauses: bool) {
-        self.retry();
+        // Nothing is sent any more where only what had come is read.
+        if !self.reads_out {
+            self.retry();
+        }
         self.drain();
         // A message that neither answers a call nor makes a request takes no Receive for good, so nothing else bounds the
         // number of these; and while they come faster than they are read, this loop would not end.

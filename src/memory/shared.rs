@@ -83,8 +83,9 @@ const RUNG_MOST: u32 = 8;
 const RING_SLOW: u64 = 5_000_000;
 
 /// How many rings of a suspect bell may be slow by the processor's time, before it is rung no more. Its sleepers look by
-/// themselves after a while.
+/// themselves after a while. After so many others it is suspect no longer: to ask for that time takes longer than to ring.
 const RINGS_SLOW: u32 = 2;
+const RINGS_TIMED: u32 = 64;
 
 /// A word of a segment. Those that are written on different occasions lie in different cache lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -198,8 +199,8 @@ pub struct Own {
     taken: AtomicBool,
     /// The connection is over: what the peer has not taken yet stays as it is.
     over: AtomicBool,
-    /// Whether a ring has taken long; and how many have, by the processor's time, since then.
-    suspect: AtomicBool,
+    /// How many more rings are timed since one has taken long; and how many of all timed ones have, by the processor's time.
+    timed: AtomicU32,
     slow: AtomicU32,
 }
 
@@ -272,7 +273,7 @@ impl Own {
             generation: fork::generation(),
             taken: AtomicBool::new(false),
             over: AtomicBool::new(false),
-            suspect: AtomicBool::new(false),
+            timed: AtomicU32::new(0),
             slow: AtomicU32::new(0),
         };
         fcntl_add_seals(file, WRITTEN)?;
@@ -300,13 +301,15 @@ impl Own {
         // Only the peer sleeps there, usually one thread, and never for long.
         let wake = || wait::tell_some(rung, RUNG_MOST);
         // The clock tells nothing of a thread that had to wait for a processor, but the processor's time takes longer to ask for.
-        let suspect = self.suspect.load(Relaxed);
-        let clock = if suspect { stats::processor_time } else { stats::clock };
+        let timed = self.timed.load(Relaxed);
+        let clock = if timed > 0 { stats::processor_time } else { stats::clock };
         let before = clock();
         wake();
         if clock().saturating_sub(before) > RING_SLOW {
-            self.suspect.store(true, Relaxed);
-            self.slow.fetch_add(suspect.into(), Relaxed);
+            self.timed.store(RINGS_TIMED, Relaxed);
+            self.slow.fetch_add((timed > 0).into(), Relaxed);
+        } else if timed > 0 {
+            self.timed.store(timed - 1, Relaxed);
         }
     }
 
